@@ -1,0 +1,3 @@
+"""Titan Relay: Mixture-of-Experts pretraining whose expert parallelism is a ring."""
+
+__version__ = "0.1.0"

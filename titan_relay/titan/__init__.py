@@ -1,0 +1,1 @@
+"""The only package that imports torchtitan: trainer, model families, CPU support, data, metrics."""
