@@ -1,0 +1,128 @@
+"""The whole configuration: one `RunConfig` with a field per TOML section.
+
+Immutable; change one with `dataclasses.replace`. Importing it needs neither torch nor
+torchtitan, so that a wrong configuration is reported before anything heavy starts.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from titan_relay.config.option import option, section
+from titan_relay.config.schema_data import (
+    DataConfig,
+    MixtureEntry,
+    TokenizerConfig,
+    ValidatorConfig,
+)
+from titan_relay.config.schema_model import LossConfig, ModelConfig, MoEConfig, RelayConfig
+from titan_relay.config.schema_run import (
+    CheckpointConfig,
+    CommConfig,
+    DebugConfig,
+    MetricsConfig,
+    ProfilerConfig,
+)
+from titan_relay.config.schema_train import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "ActivationCheckpointConfig",
+    "CheckpointConfig",
+    "CommConfig",
+    "CompileConfig",
+    "DataConfig",
+    "DebugConfig",
+    "LRSchedulerConfig",
+    "LossConfig",
+    "MetricsConfig",
+    "MixtureEntry",
+    "MoEConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelismConfig",
+    "ProfilerConfig",
+    "RelayConfig",
+    "RunConfig",
+    "TokenizerConfig",
+    "TrainingConfig",
+    "ValidatorConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything that one training run depends on."""
+
+    dump_folder: str = option("outputs", not_empty=True)
+    """Folder of everything a run writes: checkpoints, TensorBoard curves, traces."""
+
+    model: ModelConfig = option()
+    """The architecture."""
+
+    relay: RelayConfig = section(RelayConfig)
+    """How tokens and experts meet."""
+
+    training: TrainingConfig = section(TrainingConfig)
+    """Batch, sequence, number of steps, precision."""
+
+    parallelism: ParallelismConfig = section(ParallelismConfig)
+    """Degrees of each kind of parallelism."""
+
+    data: DataConfig = section(DataConfig)
+    """The documents to train on."""
+
+    tokenizer: TokenizerConfig = section(TokenizerConfig)
+    """How text becomes token ids."""
+
+    loss: LossConfig = section(LossConfig)
+    """The training loss."""
+
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    """The optimizer."""
+
+    lr_scheduler: LRSchedulerConfig = section(LRSchedulerConfig)
+    """The learning rate's course."""
+
+    activation_checkpoint: ActivationCheckpointConfig = section(ActivationCheckpointConfig)
+    """What is computed again in backward."""
+
+    compile: CompileConfig = section(CompileConfig)
+    """torch.compile."""
+
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    """Saving and resuming."""
+
+    validator: ValidatorConfig = section(ValidatorConfig)
+    """Loss on held-out documents."""
+
+    metrics: MetricsConfig = section(MetricsConfig)
+    """What is reported."""
+
+    comm: CommConfig = section(CommConfig)
+    """Process groups."""
+
+    profiler: ProfilerConfig = section(ProfilerConfig)
+    """Traces of time and memory."""
+
+    debug: DebugConfig = section(DebugConfig)
+    """Repeatability and fault finding."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain dicts, lists and scalars (None where a key is unset)."""
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

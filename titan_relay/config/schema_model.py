@@ -1,0 +1,132 @@
+"""Keys of the model, its mixture of experts, how tokens meet experts, and the loss.
+
+Architecture numbers have no defaults: a model is what its file says.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_relay.config.option import option
+
+# A new family is added here and in the model families of the trainer; keys that only it needs
+# go into ModelConfig with a neutral default and a check in validate_model.
+Family = Literal["qwen3_moe"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """The experts of a layer and the router that chooses among them."""
+
+    num_experts: int = option(at_least=1, titan="MoE.Config.num_experts")
+    """Routed experts per layer."""
+
+    top_k: int = option(at_least=1, titan="TokenChoiceTopKRouter.Config.top_k")
+    """Experts that each token is sent to."""
+
+    expert_dim: int = option(at_least=1, titan="RoutedExperts.Config.hidden_dim")
+    """Hidden width of one expert."""
+
+    score_func: Literal["softmax", "sigmoid"] = option(
+        titan="TokenChoiceTopKRouter.Config.score_func"
+    )
+    """How router logits become scores: over all experts (softmax), or each by itself (sigmoid)."""
+
+    route_norm: bool = option(titan="TokenChoiceTopKRouter.Config.route_norm")
+    """Divide a token's top_k scores by their sum."""
+
+    route_scale: float = option(1.0, above=0, titan="TokenChoiceTopKRouter.Config.route_scale")
+    """Factor on the scores after normalisation."""
+
+    aux_loss_coeff: float = option(0.0, at_least=0, titan="")
+    """Weight of the auxiliary load-balancing loss. 0: off."""
+
+    z_loss_coeff: float = option(0.0, at_least=0, titan="")
+    """Weight of the router z-loss, the squared log-sum-exp of the router logits. 0: off."""
+
+    load_balance_coeff: float | None = option(
+        None, at_least=0, titan="MoE.Config.load_balance_coeff"
+    )
+    """Step of the per-expert bias that balances load without a loss. 0: off. none: 1e-3, or 0
+    where aux_loss_coeff is on."""
+
+    @property
+    def effective_load_balance_coeff(self) -> float:
+        """load_balance_coeff with its default filled in; 0 means off."""
+        if self.load_balance_coeff is not None:
+            return self.load_balance_coeff
+        return 1e-3 if self.aux_loss_coeff == 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The architecture. Every number is given; there is no default model."""
+
+    family: Family = option(titan="model_spec.name")
+    """Architecture the numbers below are put into."""
+
+    dim: int = option(at_least=1, titan="Decoder.Config.dim")
+    """Width of the residual stream."""
+
+    num_layers: int = option(at_least=1, titan="Decoder.Config.layers")
+    """Transformer blocks."""
+
+    num_heads: int = option(at_least=1, titan="GQAttention.Config.n_heads")
+    """Query heads."""
+
+    num_kv_heads: int = option(at_least=1, titan="GQAttention.Config.n_kv_heads")
+    """Key and value heads; divides num_heads."""
+
+    head_dim: int = option(at_least=2, titan="GQAttention.Config.head_dim")
+    """Width of one head; even, for rotary embeddings."""
+
+    vocab_size: int = option(at_least=1, titan="Decoder.Config.vocab_size")
+    """Rows of the embedding; at least the tokenizer's number of tokens."""
+
+    max_seq_len: int = option(at_least=1, titan="RoPE.Config.max_seq_len")
+    """Longest sequence that rotary embeddings are prepared for; at least training.seq_len."""
+
+    rope_theta: float = option(above=0, titan="RoPE.Config.theta")
+    """Base of the rotary embeddings' wavelengths."""
+
+    norm_eps: float = option(above=0, titan="RMSNorm.Config.eps")
+    """Added to the mean square inside every RMSNorm."""
+
+    tie_word_embeddings: bool = option(titan="Decoder.Config.enable_weight_tying")
+    """Use the embedding's weights as the output head's."""
+
+    init_std: float = option(0.02, above=0, titan="param_init of every module")
+    """Standard deviation of the initial weights; outputs into the residual stream get it divided
+    by the root of twice num_layers."""
+
+    attention_backend: Literal["auto", "flex", "varlen"] = option("auto", titan="inner_attention")
+    """Attention kernel: flex (FlexAttention), varlen (packed flash attention, no context
+    parallelism). auto: flex."""
+
+    moe: MoEConfig = option()
+    """The mixture of experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelayConfig:
+    """How tokens and experts meet when experts are split over ranks."""
+
+    dispatcher: Literal["relay", "alltoall"] = option("relay", titan="override")
+    """relay: experts (or tokens) travel round a ring of the EP ranks. alltoall: every routed copy
+    of a token is sent to its expert's rank. Checkpoints fit both."""
+
+    grad_dtype: Literal["float32", "bfloat16"] = option("float32", titan="")
+    """Type in which expert weight gradients are summed on their way round the ring."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """The training loss."""
+
+    name: Literal["cross_entropy", "chunked_cross_entropy"] = option(
+        "cross_entropy", titan="loss (the loss's class)"
+    )
+    """chunked_cross_entropy computes logits for a part of the sequence at a time, so that the
+    whole [tokens, vocab_size] matrix never exists."""
+
+    num_chunks: int = option(8, at_least=1, titan="ChunkedCELoss.Config.num_chunks")
+    """Parts of the sequence for chunked_cross_entropy."""
