@@ -40,6 +40,11 @@ class MoEConfig:
     aux_loss_coeff: float = option(0.0, at_least=0, titan="")
     """Weight of the auxiliary load-balancing loss. 0: off."""
 
+    aux_loss_scope: Literal["sequence", "batch"] = option("sequence", titan="")
+    """Over which tokens an expert's share of assignments is taken for the auxiliary loss: each
+    sequence by itself (the same for any number of ranks and microbatches), or one microbatch of
+    all ranks (depends on the number of gradient accumulation steps)."""
+
     z_loss_coeff: float = option(0.0, at_least=0, titan="")
     """Weight of the router z-loss, the squared log-sum-exp of the router logits. 0: off."""
 
