@@ -4,7 +4,23 @@ Pure Python: importing this needs no torch, so every rank can refuse a wrong con
 before a process group starts.
 """
 
+from titan_relay.config.command_line import CommandLine, parse_command_line
 from titan_relay.config.errors import ConfigError
+from titan_relay.config.help_text import help_text
+from titan_relay.config.load import Loaded, load, load_config
 from titan_relay.config.schema import RunConfig
+from titan_relay.config.settings import Sources
+from titan_relay.config.toml_text import to_toml
 
-__all__ = ["ConfigError", "RunConfig"]
+__all__ = [
+    "CommandLine",
+    "ConfigError",
+    "Loaded",
+    "RunConfig",
+    "Sources",
+    "help_text",
+    "load",
+    "load_config",
+    "parse_command_line",
+    "to_toml",
+]

@@ -3,6 +3,7 @@
 Immutable; change one with `dataclasses.replace`. Importing it needs neither torch nor
 torchtitan, so that a wrong configuration is reported before anything heavy starts.
 """
+# ruff: noqa: RUF009  (option() and section() return dataclass fields, not shared values)
 
 import dataclasses
 from dataclasses import dataclass

@@ -3,6 +3,7 @@
 ``[data]`` sets what torchtitan calls ``dataloader``; ``[validator.data]`` is its
 ``validator.dataloader``.
 """
+# ruff: noqa: RUF009  (option() and section() return dataclass fields, not shared values)
 
 from dataclasses import dataclass
 from typing import Literal

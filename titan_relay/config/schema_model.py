@@ -2,6 +2,7 @@
 
 Architecture numbers have no defaults: a model is what its file says.
 """
+# ruff: noqa: RUF009  (option() and section() return dataclass fields, not shared values)
 
 from dataclasses import dataclass
 from typing import Literal

@@ -3,6 +3,7 @@
 Names and defaults are torchtitan's where torchtitan has the key. Fields are documented by the
 string below them, which is what ``--help`` and ``docs/config.md`` print.
 """
+# ruff: noqa: RUF009  (option() and section() return dataclass fields, not shared values)
 
 from dataclasses import dataclass
 from typing import Literal

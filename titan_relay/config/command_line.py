@@ -1,0 +1,134 @@
+"""The command line: ``--config FILE``, ``--section.key value``, ``--print-config``, ``--help``.
+
+Written against the schema rather than with an argument parser: argparse and tyro abbreviate,
+convert and report in several lines with a usage text, and tyro takes defaults from a file
+unchecked (``steps = "100"`` stays a string), whereas here file and command line share one strict
+reader and one form of error.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place
+from titan_relay.config.expectation import expectation
+from titan_relay.config.keys import Key, choices_of, item_of, keys, optional_of, sections
+from titan_relay.config.settings import Setting
+from titan_relay.config.suggest import where_key_belongs
+from titan_relay.config.values import parse_toml_value, read_value
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command line asks for; `settings` are its ``--section.key value`` pairs."""
+
+    config_file: str | None = None
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    print_config: bool = False
+    help: bool = False
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Read arguments (without the program's name); raises `ConfigError`.
+
+    Of a key given twice the last value counts, so that a script can append to its arguments.
+    """
+    if any(argument in ("--help", "-h") for argument in argv):
+        return CommandLine(help=True)
+    config_file = None
+    print_config = False
+    settings: dict[str, Setting] = {}
+    for name, text in _pairs(argv):
+        if name == "config":
+            if config_file is not None:
+                raise Place(COMMAND_LINE, "--config").error(
+                    text, f"{config_file} is given too; name one, which can extend a base file"
+                )
+            config_file = _needed(name, text)
+        elif name == "print-config":
+            print_config = True
+        else:
+            settings[name] = _setting(name, text)
+    return CommandLine(config_file, settings, print_config)
+
+
+def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Names without dashes, each with its text, or None where none follows."""
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            raise ConfigError(
+                f"{COMMAND_LINE}: {argument}: not an option; write --section.key value"
+            )
+        name, equals, text = argument[2:].partition("=")
+        if equals:
+            yield name, text
+        elif name != "print-config" and rest and not rest[0].startswith("--"):
+            yield name, rest.pop(0)
+        else:
+            yield name, None
+
+
+def _setting(name: str, text: str | None) -> Setting:
+    place = Place(COMMAND_LINE, f"--{name}")
+    if name in sections():
+        raise ConfigError(
+            f"{COMMAND_LINE}: --{name}: is a section; name one of its keys, "
+            f"such as --{next(path for path in keys() if path.startswith(name + '.'))}"
+        )
+    if name not in keys():
+        underscored = name.replace("-", "_")
+        fix = f"did you mean {underscored}?" if underscored in keys() else where_key_belongs(name)
+        given = f" {text}" if text is not None else ""
+        raise ConfigError(f"{COMMAND_LINE}: --{name}{given}: unknown key; {fix}")
+    key = keys()[name]
+    if text is None and key.type is bool:
+        return Setting(True, COMMAND_LINE)
+    return Setting(read_value(key, _raw(key.type, _needed(name, text)), place), COMMAND_LINE)
+
+
+def _needed(name: str, text: str | None) -> str:
+    if text is not None:
+        return text
+    wanted = "a file" if name == "config" else _wanted(keys()[name])
+    raise ConfigError(f"{COMMAND_LINE}: --{name}: needs a value, {wanted}")
+
+
+def _wanted(key: Key) -> str:
+    return expectation(key.type, key.rule)
+
+
+def _raw(annotation: Any, text: str) -> Any:
+    """What TOML would give for `text`; the text itself where it has not the type's form."""
+    inner = optional_of(annotation)
+    if inner is not None:
+        return text if text == "none" else _raw(inner, text)
+    if annotation is str or choices_of(annotation):
+        return text
+    if item_of(annotation) is not None:
+        return _raw_list(item_of(annotation), text)
+    value = parse_toml_value(text)
+    if value is None and text.lstrip().startswith("{"):
+        value = _parse_json(text)
+    return text if value is None else value
+
+
+def _raw_list(item: Any, text: str) -> Any:
+    """``[...]`` as a TOML or JSON array, anything else as items between commas."""
+    if text.lstrip().startswith("["):
+        value = parse_toml_value(text)
+        value = _parse_json(text) if value is None else value
+        return text if value is None else value
+    if item_of(item) is not None or dataclasses.is_dataclass(item):
+        return text
+    return [_raw(item, part.strip()) for part in text.split(",")] if text.strip() else []
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

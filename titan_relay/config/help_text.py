@@ -1,0 +1,60 @@
+"""The text of ``--help``: every key with its type, default and meaning."""
+
+import textwrap
+
+from titan_relay.config.expectation import default_text, limits, short_type
+from titan_relay.config.keys import Key, fields_of, item_of, keys, sections
+
+_WIDTH = 100
+_HEAD = """\
+usage: train.py --config FILE.toml [--section.key value ...]
+
+Trains the model that FILE.toml describes. Every key below can be written in the file, as
+"key = value" under [section], or given here, which takes precedence:
+
+  --training.steps 500            or --training.steps=500
+  --compile.enable true           or --compile.enable alone
+  --compile.components model,loss or a TOML list: '["model", "loss"]'
+  --lr_scheduler.total_steps none unset
+
+  --config FILE.toml   the configuration; its key "base" names a file, or several, to extend
+  --print-config       print the final configuration as TOML and exit
+  --help               print this and exit
+"""
+
+
+def help_text() -> str:
+    """Usage and all keys by section."""
+    return _HEAD + "".join(_section_text(path) for path in sections())
+
+
+def _section_text(path: str) -> str:
+    head = f"\n[{path}]  {first_line(sections()[path])}\n" if path else "\n"
+    members = [key for key in keys().values() if key.section == path]
+    return head + "".join(_key_text(key) for key in members)
+
+
+def first_line(cls: type) -> str:
+    """The first line of a section's docstring."""
+    return (cls.__doc__ or "").splitlines()[0]
+
+
+def _key_text(key: Key) -> str:
+    kind = short_type(key.type) + limits(key.rule)
+    line = f"  --{key.path}  ({kind}; {default_text(key)})\n"
+    meaning = textwrap.fill(key.meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return line + meaning + "\n" + _entry_text(key)
+
+
+def _entry_text(key: Key) -> str:
+    """The keys of one entry of a list of tables."""
+    item = item_of(key.type)
+    if not isinstance(item, type) or not hasattr(item, "__dataclass_fields__"):
+        return ""
+    lines = (
+        f"        {each.name} ({short_type(each.type)}; {default_text(each)}): {each.meaning}"
+        for each in fields_of(item, key.path)
+    )
+    return (
+        "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 10) for line in lines) + "\n"
+    )

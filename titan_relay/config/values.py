@@ -1,0 +1,174 @@
+"""Strict reading of one value: TOML and command line alike must give exactly the key's type.
+
+Nothing is converted silently, except an integer where a number with a fraction is meant. Wrong
+values come back as a `ConfigError` that says what would be right, in the spelling to use.
+"""
+
+import dataclasses
+import math
+import tomllib
+from typing import Any
+
+from titan_relay.config.errors import ConfigError, Place, shown
+from titan_relay.config.expectation import expectation
+from titan_relay.config.keys import (
+    REQUIRED,
+    Key,
+    choices_of,
+    fields_of,
+    item_of,
+    optional_of,
+)
+from titan_relay.config.option import Rule
+from titan_relay.config.suggest import nearest
+
+_LARGEST_INT = 2**63 - 1  # TOML's integers have 64 bits
+
+
+def read_value(key: Key, raw: Any, place: Place) -> Any:
+    """The value of `key` from `raw`, which is what tomllib gives; raises `ConfigError`."""
+    return _read(key.type, key.rule, raw, place)
+
+
+def _read(annotation: Any, rule: Rule, raw: Any, place: Place) -> Any:
+    inner = optional_of(annotation)
+    if inner is not None:
+        return None if raw == "none" else _read(inner, rule, raw, place)
+    if choices_of(annotation):
+        return _read_choice(annotation, rule, raw, place)
+    if item_of(annotation) is not None:
+        return _read_list(annotation, rule, raw, place)
+    if dataclasses.is_dataclass(annotation):
+        assert isinstance(annotation, type)
+        return _read_table(annotation, raw, place)
+    if annotation in _READERS:
+        return _READERS[annotation](annotation, rule, raw, place)
+    return _read_dict(annotation, rule, raw, place)
+
+
+def _read_bool(annotation: Any, rule: Rule, raw: Any, place: Place) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    raise _wrong(annotation, rule, raw, place)
+
+
+def _read_int(annotation: Any, rule: Rule, raw: Any, place: Place) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int) or abs(raw) > _LARGEST_INT:
+        raise _wrong(annotation, rule, raw, place)
+    if not _within(rule, raw):
+        raise _wrong(annotation, rule, raw, place)
+    return raw
+
+
+def _read_float(annotation: Any, rule: Rule, raw: Any, place: Place) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float) or abs(raw) > 1e308:
+        raise _wrong(annotation, rule, raw, place)
+    if not math.isfinite(raw) or not _within(rule, raw):
+        raise _wrong(annotation, rule, raw, place)
+    return float(raw)
+
+
+def _read_str(annotation: Any, rule: Rule, raw: Any, place: Place) -> str:
+    if not isinstance(raw, str) or (rule.not_empty and not raw.strip()):
+        raise _wrong(annotation, rule, raw, place)
+    try:
+        raw.encode()
+    except UnicodeEncodeError:
+        raise place.error(raw, "must be UTF-8 text") from None
+    return raw
+
+
+_READERS: dict[Any, Any] = {
+    bool: _read_bool,
+    int: _read_int,
+    float: _read_float,
+    str: _read_str,
+}
+
+
+def _read_choice(annotation: Any, rule: Rule, raw: Any, place: Place) -> str:
+    if isinstance(raw, str) and raw in choices_of(annotation):
+        return raw
+    close = nearest(raw, choices_of(annotation)) if isinstance(raw, str) else None
+    hint = f'; did you mean "{close}"?' if close else ""
+    raise place.error(raw, f"must be {expectation(annotation, rule)}{hint}")
+
+
+def _read_list(annotation: Any, rule: Rule, raw: Any, place: Place) -> tuple[Any, ...]:
+    if not isinstance(raw, list) or (rule.not_empty and not raw):
+        raise _wrong(annotation, rule, raw, place)
+    item = item_of(annotation)
+    item_rule = Rule(not_empty=True)
+    return tuple(_read(item, item_rule, each, place.item(i)) for i, each in enumerate(raw))
+
+
+def _read_dict(annotation: Any, rule: Rule, raw: Any, place: Place) -> dict[str, int]:
+    assert annotation == dict[str, int], annotation
+    if not isinstance(raw, dict):
+        raise _wrong(annotation, rule, raw, place)
+    at_least_0 = Rule(at_least=0)
+    return {
+        name: _read_int(int, at_least_0, number, place.below(shown(name)))
+        for name, number in raw.items()
+    }
+
+
+def _read_table(cls: type, raw: Any, place: Place) -> Any:
+    """One entry of a list of tables, such as ``[[data.mixture]]``."""
+    known = {key.name: key for key in fields_of(cls, place.key)}
+    if not isinstance(raw, dict):
+        raise place.error(raw, f"must be a table with the keys {', '.join(known)}")
+    for name, value in raw.items():
+        if name not in known:
+            close = nearest(name, known)
+            fix = f"did you mean {close}?" if close else f"known here: {', '.join(known)}"
+            raise place.below(name).error(value, f"unknown key; {fix}")
+    for name, key in known.items():
+        if name not in raw and key.default is REQUIRED:
+            raise ConfigError(
+                f"{place.source}: {place.key}.{name} is missing: "
+                f"give {expectation(key.type, key.rule)}"
+            )
+    given = {name: read_value(known[name], raw[name], place.below(name)) for name in raw}
+    return cls(**given)
+
+
+def _within(rule: Rule, value: float) -> bool:
+    if value in rule.also:
+        return True
+    return (
+        (rule.at_least is None or value >= rule.at_least)
+        and (rule.at_most is None or value <= rule.at_most)
+        and (rule.above is None or value > rule.above)
+        and (rule.below is None or value < rule.below)
+    )
+
+
+def _wrong(annotation: Any, rule: Rule, raw: Any, place: Place) -> ConfigError:
+    return place.error(raw, f"must be {expectation(annotation, rule)}{_spelling(annotation, raw)}")
+
+
+def _spelling(annotation: Any, raw: Any) -> str:
+    """How to write what was probably meant, or ""."""
+    if annotation is int and isinstance(raw, float) and raw.is_integer():
+        return f"; write {int(raw)}"
+    if annotation is str and not isinstance(raw, str | list | dict):
+        return f'; write "{shown(raw)}" in quotes'
+    if item_of(annotation) is not None and isinstance(raw, str) and raw:
+        return f"; write [{shown(raw)}]"
+    if annotation in (bool, int, float) and isinstance(raw, str):
+        unquoted = parse_toml_value(raw.lower() if annotation is bool else raw)
+        fits = isinstance(unquoted, bool) == (annotation is bool)
+        allowed = (int, float) if annotation is float else annotation
+        if fits and isinstance(unquoted, allowed):
+            return f"; write {shown(unquoted)} without quotes"
+    return ""
+
+
+def parse_toml_value(text: str) -> Any:
+    """The TOML value that `text` spells, or None where it spells none."""
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except (ValueError, RecursionError):
+        return None
+    return parsed["v"] if list(parsed) == ["v"] else None
