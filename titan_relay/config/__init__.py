@@ -5,22 +5,27 @@ before a process group starts.
 """
 
 from titan_relay.config.command_line import CommandLine, parse_command_line
+from titan_relay.config.degrees import Degrees, degrees_of
 from titan_relay.config.errors import ConfigError
 from titan_relay.config.help_text import help_text
 from titan_relay.config.load import Loaded, load, load_config
 from titan_relay.config.schema import RunConfig
 from titan_relay.config.settings import Sources
 from titan_relay.config.toml_text import to_toml
+from titan_relay.config.validate import validate
 
 __all__ = [
     "CommandLine",
     "ConfigError",
+    "Degrees",
     "Loaded",
     "RunConfig",
     "Sources",
+    "degrees_of",
     "help_text",
     "load",
     "load_config",
     "parse_command_line",
     "to_toml",
+    "validate",
 ]

@@ -1,0 +1,165 @@
+"""Is there something to read, and something to read it with?
+
+File checks look at names only; what is inside is found out by the readers.
+"""
+
+import glob
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from titan_relay.config.expectation import either
+from titan_relay.config.schema import DataConfig, MixtureEntry, RunConfig, TokenizerConfig
+from titan_relay.config.settings import Sources
+from titan_relay.config.suggest import nearest
+
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+PATTERN_NAMES = ("gpt2", "cl100k", "o200k", "llama3", "qwen2")
+
+
+def check_data(config: RunConfig, sources: Sources, *, files: bool) -> None:
+    """Raise `ConfigError` for missing or ambiguous data; look for `files` only if asked to."""
+    _check_documents("data", config.data, sources)
+    if config.validator.enable:
+        _check_documents("validator.data", config.validator.data, sources)
+        if config.validator.steps == -1 and config.validator.data.infinite:
+            raise sources.error(
+                "validator.data.infinite",
+                True,
+                "validator.steps = -1 reads all of it, which would never end; use false, or a "
+                "number of validator.steps",
+            )
+    _check_tokenizer(config, sources)
+    if files:
+        for key, patterns in _file_keys(config):
+            _check_files(key, patterns, sources)
+        _check_tokenizer_path(config.tokenizer, sources)
+
+
+def _check_documents(section: str, data: DataConfig, sources: Sources) -> None:
+    given = [name for name in ("dataset", "files", "mixture") if getattr(data, name)]
+    if not given:
+        raise sources.error(
+            f"{section}.files",
+            list(data.files),
+            f"no documents; give {section}.files, {section}.dataset or {section}.mixture",
+        )
+    if len(given) > 1:
+        raise sources.error(
+            f"{section}.{given[1]}",
+            _shown(getattr(data, given[1])),
+            f"{section}.{given[0]} is given too; give one of them",
+        )
+    if data.subset and not data.dataset:
+        raise sources.error(f"{section}.subset", data.subset, f"needs {section}.dataset")
+    names = [entry.name for entry in data.mixture]
+    for index, entry in enumerate(data.mixture):
+        _check_entry(f"{section}.mixture", index, entry, names, sources)
+
+
+def _check_entry(
+    key: str, index: int, entry: MixtureEntry, names: list[str], sources: Sources
+) -> None:
+    if names.index(entry.name) != index:
+        raise sources.error(
+            key, names, f'the name "{entry.name}" is there twice; give each its own'
+        )
+    if bool(entry.dataset) == bool(entry.files):
+        raise sources.error(
+            key, names, f'"{entry.name}" needs either dataset or files, and not both'
+        )
+
+
+def _shown(value: object) -> object:
+    """A mixture by its names, anything else as it is."""
+    if isinstance(value, tuple) and value and isinstance(value[0], MixtureEntry):
+        return [entry.name for entry in value]
+    return value
+
+
+def _file_keys(config: RunConfig) -> Iterator[tuple[str, Sequence[str]]]:
+    read = [("data", config.data)]
+    if config.validator.enable:
+        read.append(("validator.data", config.validator.data))
+    for section, data in read:
+        yield f"{section}.files", data.files
+        for entry in data.mixture:
+            yield f"{section}.mixture", entry.files
+
+
+def _check_files(key: str, patterns: Sequence[str], sources: Sources) -> None:
+    for pattern in patterns:
+        found = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
+        if not found:
+            raise sources.error(key, pattern, _why_nothing(pattern))
+        for path in found:
+            if Path(path).suffix not in _SUFFIXES:
+                raise sources.error(key, path, f"must end in {either(list(_SUFFIXES))}")
+
+
+def _why_nothing(pattern: str) -> str:
+    if Path(pattern).is_dir():
+        return f'is a folder; name its files, such as "{pattern.rstrip("/")}/*.jsonl"'
+    if any(mark in pattern for mark in "*?["):
+        return f"matches no file (from the folder {Path.cwd()})"
+    return f"no such file{_similar(Path(pattern))}"
+
+
+def _similar(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent} in {Path.cwd()}"
+    close = nearest(path.name, [each.name for each in path.parent.iterdir()])
+    return f"; did you mean {path.parent / close}?" if close else f" in {path.parent.resolve()}"
+
+
+def _check_tokenizer(config: RunConfig, sources: Sources) -> None:
+    tokenizer, vocab_size = config.tokenizer, config.model.vocab_size
+    if not tokenizer.path:
+        raise sources.error(
+            "tokenizer.path", "", "name a tiktoken rank file or a Hugging Face tokenizer folder"
+        )
+    if tokenizer.kind == "tiktoken":
+        _check_pattern(tokenizer, sources)
+        for part in ("bos", "eos"):
+            if getattr(tokenizer, f"add_{part}") and getattr(tokenizer, f"{part}_token") is None:
+                raise sources.error(
+                    f"tokenizer.{part}_token",
+                    None,
+                    f"a rank file names no {part} token; name one, or set tokenizer.add_{part} "
+                    "= false",
+                )
+    for token, token_id in tokenizer.special_tokens.items():
+        if token_id >= vocab_size:
+            raise sources.error(
+                "tokenizer.special_tokens",
+                {token: token_id},
+                f"must be below model.vocab_size = {vocab_size}",
+            )
+    if len(set(tokenizer.special_tokens.values())) < len(tokenizer.special_tokens):
+        raise sources.error(
+            "tokenizer.special_tokens", tokenizer.special_tokens, "every token needs its own id"
+        )
+
+
+def _check_pattern(tokenizer: TokenizerConfig, sources: Sources) -> None:
+    """A bare word that is no known name is a typo: as an expression it matches only itself."""
+    pattern = tokenizer.pattern
+    is_word = pattern.replace("_", "").replace("-", "").isalnum()
+    if is_word and pattern not in PATTERN_NAMES:
+        raise sources.error(
+            "tokenizer.pattern",
+            pattern,
+            f"must be {either(list(PATTERN_NAMES))}, or a regular expression",
+        )
+
+
+def _check_tokenizer_path(tokenizer: TokenizerConfig, sources: Sources) -> None:
+    path = Path(tokenizer.path)
+    if not path.exists():
+        fix = f"no such file or folder{_similar(path)}"
+    elif tokenizer.kind == "tiktoken" and not path.is_file():
+        fix = 'is a folder, but kind = "tiktoken" needs a rank file; or use kind = "huggingface"'
+    elif path.is_dir() and not (path / "tokenizer.json").is_file():
+        fix = "has no tokenizer.json"
+    else:
+        return
+    raise sources.error("tokenizer.path", tokenizer.path, fix)

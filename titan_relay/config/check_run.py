@@ -1,0 +1,133 @@
+"""Do the keys of model, schedule, recompute, checkpoints and reporting go together?"""
+
+import importlib.util
+from pathlib import Path
+
+from titan_relay.config.degrees import divisors, multiples_near, nearest_few
+from titan_relay.config.expectation import either
+from titan_relay.config.schema import RunConfig
+from titan_relay.config.settings import Sources
+
+
+def check_model(config: RunConfig, sources: Sources) -> None:
+    """Raise `ConfigError` for an architecture that cannot be built."""
+    model, moe = config.model, config.model.moe
+    if model.num_heads % model.num_kv_heads:
+        legal = nearest_few(model.num_kv_heads, divisors(model.num_heads))
+        raise sources.error(
+            "model.num_kv_heads",
+            model.num_kv_heads,
+            f"must divide model.num_heads = {model.num_heads}; "
+            f"use {either([str(each) for each in legal])}",
+        )
+    if model.head_dim % 2:
+        near = [str(each) for each in multiples_near(model.head_dim, 2)]
+        raise sources.error(
+            "model.head_dim",
+            model.head_dim,
+            f"must be even for rotary embeddings; use {either(near)}",
+        )
+    if moe.top_k > moe.num_experts:
+        raise sources.error(
+            "model.moe.top_k",
+            moe.top_k,
+            f"must be at most model.moe.num_experts = {moe.num_experts}",
+        )
+
+
+def check_schedule(config: RunConfig, sources: Sources) -> None:
+    """Raise `ConfigError` where training outlasts the learning-rate schedule."""
+    total, steps = config.lr_scheduler.total_steps, config.training.steps
+    if total is not None and total < steps:
+        raise sources.error(
+            "lr_scheduler.total_steps",
+            total,
+            f"must be at least training.steps = {steps}; past its end the learning rate is "
+            "undefined",
+        )
+
+
+def check_recompute(config: RunConfig, sources: Sources) -> None:
+    """Raise `ConfigError` for a memory budget without the compiler that spends it."""
+    if config.activation_checkpoint.mode != "memory_budget":
+        return
+    if not config.compile.enable or "model" not in config.compile.components:
+        raise sources.error(
+            "activation_checkpoint.mode",
+            "memory_budget",
+            'needs compile.enable = true with "model" in compile.components; '
+            'or use "none", "selective" or "full"',
+        )
+
+
+def check_debug(config: RunConfig, sources: Sources) -> None:
+    """Raise `ConfigError` for a debugging key that would do nothing."""
+    if config.debug.deterministic_warn_only and not config.debug.deterministic:
+        raise sources.error(
+            "debug.deterministic_warn_only", True, "needs debug.deterministic = true"
+        )
+
+
+def check_reporting(config: RunConfig, sources: Sources) -> None:
+    """Raise `ConfigError` for a report whose package is not installed."""
+    for key, wanted, package in (
+        ("metrics.enable_tensorboard", config.metrics.enable_tensorboard, "tensorboard"),
+        ("metrics.enable_wandb", config.metrics.enable_wandb, "wandb"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise sources.error(
+                key, True, f"the package {package} is not installed; install it, or use false"
+            )
+
+
+def check_checkpoint(config: RunConfig, sources: Sources, *, files: bool) -> None:
+    """Raise `ConfigError` for checkpoint keys that contradict each other."""
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        return
+    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
+        raise sources.error(
+            "checkpoint.initial_load_in_hf", True, "needs checkpoint.initial_load_path"
+        )
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        raise sources.error(
+            "checkpoint.initial_load_model_only",
+            False,
+            "a Hugging Face checkpoint holds only the model; use true",
+        )
+    if checkpoint.last_save_in_hf and not checkpoint.last_save_model_only:
+        raise sources.error(
+            "checkpoint.last_save_model_only",
+            False,
+            "checkpoint.last_save_in_hf = true writes only the model; use true",
+        )
+    if checkpoint.load_only and checkpoint.enable_first_step_checkpoint:
+        raise sources.error(
+            "checkpoint.enable_first_step_checkpoint",
+            True,
+            "checkpoint.load_only = true saves nothing; use false",
+        )
+    _check_initial_path(config, sources, files=files)
+
+
+def _check_initial_path(config: RunConfig, sources: Sources, *, files: bool) -> None:
+    given = config.checkpoint.initial_load_path
+    if given is None:
+        return
+    remote = "://" in given
+    if remote and config.checkpoint.initial_load_in_hf:
+        raise sources.error(
+            "checkpoint.initial_load_path",
+            given,
+            "a Hugging Face checkpoint must be in a local folder",
+        )
+    if remote:
+        return
+    if not Path(given).is_absolute():
+        raise sources.error(
+            "checkpoint.initial_load_path",
+            given,
+            f'must be an absolute path; write "{Path.cwd() / given}"',
+        )
+    if files and not Path(given).is_dir():
+        raise sources.error("checkpoint.initial_load_path", given, "no such folder")

@@ -1,0 +1,94 @@
+"""The parallel degrees of a run, with the left-over degree filled in, and their arithmetic."""
+
+import math
+from dataclasses import dataclass
+
+from titan_relay.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis. ep is no factor of the world: it reuses dp_shard, cp and tp."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    ep: int
+
+    @property
+    def world(self) -> int:
+        """Ranks that these degrees need."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def batch(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def expert_region(self) -> int:
+        """Ranks that expert parallelism may reuse."""
+        return self.dp_shard * self.cp * self.tp
+
+
+def degrees_of(config: RunConfig, world_size: int) -> Degrees:
+    """The degrees of `config` on `world_size` ranks.
+
+    A shard degree of -1 becomes what the others leave over, at least 1. Whether the product is
+    `world_size` is for `validate` to say.
+    """
+    asked = config.parallelism
+    others = (
+        asked.data_parallel_replicate_degree
+        * asked.context_parallel_degree
+        * asked.tensor_parallel_degree
+        * asked.pipeline_parallel_degree
+    )
+    shard = asked.data_parallel_shard_degree
+    return Degrees(
+        dp_replicate=asked.data_parallel_replicate_degree,
+        dp_shard=max(1, world_size // others) if shard == -1 else shard,
+        cp=asked.context_parallel_degree,
+        tp=asked.tensor_parallel_degree,
+        pp=asked.pipeline_parallel_degree,
+        ep=asked.expert_parallel_degree,
+    )
+
+
+def sequence_multiple(config: RunConfig, degrees: Degrees) -> tuple[int, str]:
+    """What training.seq_len must be a multiple of, and the reason in words.
+
+    Context parallelism deals out two pieces per rank; the document-mask balancer deals out
+    whole attention blocks of 128; sequence parallelism splits each piece over tp.
+    """
+    tp = degrees.tp if config.parallelism.enable_sequence_parallel else 1
+    halves = 2 * degrees.cp if degrees.cp > 1 else 1
+    factors = {"2 * cp": f"2 * {degrees.cp}"} if degrees.cp > 1 else {}
+    if tp > 1:
+        factors["tp"] = str(tp)
+    unit, reason = halves * tp, f"{' * '.join(factors)} = {' * '.join(factors.values())}"
+    reason += f" = {unit}" if degrees.cp > 1 else ""
+    if degrees.cp > 1 and config.parallelism.context_parallel_load_balancer == "ptrr":
+        blocks = 128 * degrees.cp
+        reason += f' and of 128 * cp = {blocks} (load balancer "ptrr")'
+        unit = math.lcm(unit, blocks)
+    return unit, reason
+
+
+def multiples_near(value: int, unit: int, highest: int | None = None) -> list[int]:
+    """The multiples of `unit` just below and just above `value`, from `unit` to `highest`."""
+    below = value // unit * unit
+    around = [below, below + unit]
+    return [each for each in around if each > 0 and (highest is None or each <= highest)]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def nearest_few(value: int, legal: list[int], count: int = 6) -> list[int]:
+    """The `count` legal numbers nearest to `value`, ascending."""
+    return sorted(sorted(legal, key=lambda each: (abs(each - value), each))[:count])
