@@ -1,0 +1,111 @@
+"""All documents of a source's local files as one random-access sequence."""
+
+import glob
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from titan_relay.data.documents import DocumentFile, Row
+from titan_relay.data.errors import DataError
+from titan_relay.data.parquet_files import ParquetFiles
+from titan_relay.data.text_files import (
+    JsonLinesFile,
+    JsonListFile,
+    OpenFiles,
+    PlainTextFiles,
+    starts_with_list,
+)
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+_FINGERPRINT_BYTES = 1 << 16
+
+
+def expand_files(patterns: Sequence[str], key: str = "data.files") -> list[Path]:
+    """The files that the paths and globs name, sorted within each glob, each once.
+
+    `key` names the configuration key in messages.
+
+    Raises DataError for a pattern that matches nothing, a folder, or an unknown suffix.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        matches = sorted(glob.glob(pattern, recursive=True)) or [pattern]
+        is_glob = matches != [pattern]
+        files = [Path(match) for match in matches if Path(match).is_file()]
+        if not files:
+            raise DataError(_no_match(pattern, key))
+        for path in files:
+            if path.suffix not in SUFFIXES:
+                raise DataError(
+                    f'{key}: "{path}" ends in "{path.suffix}"; readable are {", ".join(SUFFIXES)}'
+                )
+            if path in found and not is_glob:
+                logger.warning("%s: %s is named more than once; it is read once", key, path)
+            found[path] = None
+    return list(found)
+
+
+def _no_match(pattern: str, key: str) -> str:
+    if Path(pattern).is_dir():
+        return f'{key}: "{pattern}" is a folder; name its files, such as "{pattern}/*.jsonl"'
+    return f'{key}: "{pattern}" matches no file; give a path or glob of existing files'
+
+
+class LocalDocuments:
+    """Documents 0..n-1 of local files: file by file in the order given, .parquet and .txt last.
+
+    `fingerprint` covers names, sizes, and both ends of every file, not folders or dates: a corpus
+    that was copied elsewhere is still the same corpus.
+    """
+
+    def __init__(self, name: str, patterns: Sequence[str], text_column: str, key: str) -> None:
+        self._open_files = OpenFiles()
+        paths = expand_files(patterns, key)
+        self._parts = self._open(paths, text_column)
+        self._ends = np.cumsum([len(part) for part in self._parts])
+        if not len(self):
+            raise DataError(f"{key}: no documents in {', '.join(map(str, paths[:5]))}")
+        self.fingerprint = _fingerprint(paths, text_column)
+        logger.info("data %s: %d documents in %d file(s)", name, len(self), len(paths))
+
+    def _open(self, paths: list[Path], text_column: str) -> list[DocumentFile]:
+        parts: list[DocumentFile] = []
+        for path in paths:
+            if path.suffix == ".json" and starts_with_list(path):
+                parts.append(JsonListFile(path, text_column))
+            elif path.suffix in (".json", ".jsonl"):
+                parts.append(JsonLinesFile(path, text_column, self._open_files))
+        if parquet := [path for path in paths if path.suffix == ".parquet"]:
+            parts.append(ParquetFiles(parquet, text_column))
+        if text := [path for path in paths if path.suffix == ".txt"]:
+            parts.append(PlainTextFiles(text))
+        return parts
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, index: int) -> Row:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[part - 1]) if part else 0
+        return self._parts[part].read(index - first)
+
+    def close(self) -> None:
+        self._open_files.close()
+
+
+def _fingerprint(paths: list[Path], text_column: str) -> str:
+    digest = hashlib.sha256(text_column.encode())
+    for path in paths:
+        num_bytes = path.stat().st_size
+        digest.update(json.dumps([path.name, num_bytes]).encode())
+        with path.open("rb") as stream:
+            digest.update(stream.read(_FINGERPRINT_BYTES))
+            stream.seek(max(0, num_bytes - _FINGERPRINT_BYTES))
+            digest.update(stream.read(_FINGERPRINT_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,184 @@
+"""Sources: endless (or single-epoch) runs of documents, each found by its running index.
+
+The running index counts documents over all epochs: document `k` is the one at position
+``k mod n`` of epoch ``k div n``'s order. Lanes own running indices (`lane.py`), so which rank
+reads a document never depends on how many ranks there are.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from titan_relay.config.schema_data import DataConfig, MixtureEntry
+from titan_relay.data.documents import BadDocument, Document, Row
+from titan_relay.data.errors import DataError
+from titan_relay.data.hub_stream import HubStream
+from titan_relay.data.local_files import LocalDocuments
+from titan_relay.data.permutation import SeededPermutation
+
+logger = logging.getLogger(__name__)
+
+Bookmark = Sequence[int]
+
+
+class Source(Protocol):
+    """What a lane reads from."""
+
+    name: str
+    fingerprint: str
+    infinite: bool
+
+    @property
+    def num_documents(self) -> int | None:
+        """Documents of one epoch; None while a stream has not ended once."""
+
+    def read(self, running_index: int) -> Row | None:
+        """The document, or None after the last one of a finite source."""
+
+    def bookmark(self, running_index: int) -> Bookmark | None:
+        """Where to reopen a stream to read `running_index` again; None: any place is free."""
+
+    def seek(self, bookmarks: Sequence[Bookmark], running_indices: Sequence[int]) -> None:
+        """Prepares to read on from the given indices, one for each owned lane."""
+
+    def close(self) -> None: ...
+
+
+class LocalSource:
+    """Local files in an order drawn from (seed, epoch), or in file order."""
+
+    def __init__(
+        self, name: str, documents: LocalDocuments, *, seed: int, shuffle: bool, infinite: bool
+    ) -> None:
+        self.name, self.fingerprint = name, documents.fingerprint
+        self._documents, self._seed = documents, seed
+        self._shuffle, self.infinite = shuffle, infinite
+        self._last_epoch = 0
+        self._orders: dict[int, SeededPermutation] = {}
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._documents)
+
+    def read(self, running_index: int) -> Row | None:
+        epoch, position = divmod(running_index, self.num_documents)
+        if epoch > 0 and not self.infinite:
+            return None
+        if epoch > self._last_epoch:
+            self._last_epoch = epoch
+            logger.info("data %s: epoch %d begins", self.name, epoch + 1)
+        return self._documents.read(self._order(epoch)[position] if self._shuffle else position)
+
+    def _order(self, epoch: int) -> SeededPermutation:
+        if epoch not in self._orders:
+            if len(self._orders) > 8:  # lanes are at most a few epochs apart
+                self._orders.clear()
+            key = f"{self._seed}/{self.name}/{epoch}"
+            self._orders[epoch] = SeededPermutation(self.num_documents, key)
+        return self._orders[epoch]
+
+    def bookmark(self, running_index: int) -> Bookmark | None:
+        return None
+
+    def seek(self, bookmarks: Sequence[Bookmark], running_indices: Sequence[int]) -> None:
+        self._last_epoch = max(running_indices) // self.num_documents
+
+    def require_usable(self, num_tokens: Callable[[str], int]) -> None:
+        """Raises DataError unless some document gives something to predict.
+
+        Reads in file order up to the first such document (normally one read), the same on every
+        rank, so that a corpus of nothing but bad rows ends the run at once instead of spinning.
+        """
+        first_bad: BadDocument | None = None
+        for index in range(self.num_documents):
+            row = self._documents.read(index)
+            if isinstance(row, Document):
+                if num_tokens(row.text) > 1:
+                    return
+                row = BadDocument(row.where, "the text is a single token")
+            if first_bad is None or first_bad.blank_line:
+                first_bad = row
+        assert first_bad is not None
+        raise DataError(
+            f"data {self.name}: none of its {self.num_documents} documents is usable; "
+            f"the first: {first_bad.where}: {first_bad.reason}"
+        )
+
+    def close(self) -> None:
+        self._documents.close()
+
+
+@dataclass(frozen=True)
+class WeightedSource:
+    """A source and its share of the tokens (shares sum to 1)."""
+
+    source: Source
+    share: float
+
+
+def build_sources(
+    config: DataConfig,
+    *,
+    seed: int,
+    num_lanes: int,
+    lanes: range,
+    num_tokens: Callable[[str], int],
+) -> list[WeightedSource]:
+    """Opens the sources of a `[data]` section, in the order of its mixture.
+
+    Args:
+        num_tokens: how many tokens a text has, to find out whether a source is usable at all.
+
+    Raises:
+        DataError: no or several kinds of source named, files missing, nothing usable in them.
+    """
+    entries = _entries(config)
+    total = sum(entry.weight for entry in entries)
+    result = []
+    for entry in entries:
+        source: Source
+        if entry.files:
+            key = f'data.mixture "{entry.name}" files' if config.mixture else "data.files"
+            documents = LocalDocuments(entry.name, entry.files, entry.text_column, key)
+            source = local = LocalSource(
+                entry.name, documents, seed=seed, shuffle=config.shuffle, infinite=config.infinite
+            )
+            local.require_usable(num_tokens)
+        else:
+            source = HubStream(
+                entry,
+                seed=seed,
+                shuffle=config.shuffle,
+                infinite=config.infinite,
+                num_lanes=num_lanes,
+                lanes=lanes,
+            )
+        result.append(WeightedSource(source, entry.weight / total))
+    return result
+
+
+def _entries(config: DataConfig) -> list[MixtureEntry]:
+    """The mixture's entries; a single source is a mixture of one, called "data"."""
+    if sum(map(bool, (config.dataset, config.files, config.mixture))) != 1:
+        raise DataError("[data] needs exactly one of dataset, files and mixture")
+    entries = list(config.mixture) or [
+        MixtureEntry(
+            name="data",
+            weight=1.0,
+            dataset=config.dataset,
+            subset=config.subset,
+            split=config.split,
+            files=config.files,
+            text_column=config.text_column,
+        )
+    ]
+    names = [entry.name for entry in entries]
+    for entry in entries:
+        if names.count(entry.name) > 1:
+            raise DataError(f'data.mixture names "{entry.name}" twice; give each entry its name')
+        if bool(entry.dataset) == bool(entry.files):
+            raise DataError(f'data.mixture "{entry.name}" needs either dataset or files')
+        if not entry.weight > 0:
+            raise DataError(f'data.mixture "{entry.name}" weight = {entry.weight} must be above 0')
+    return entries

@@ -1,0 +1,229 @@
+"""One tokenizer for both kinds of vocabulary: tiktoken rank files and Hugging Face folders.
+
+What the configuration says is what happens: BOS and EOS are added when `add_bos` and `add_eos`
+say so, once each, whatever a Hugging Face template would do, also where both are the same token.
+The spelling of a special token inside a document (a page *about* ``<|endoftext|>``) stays
+ordinary text unless `allow_special_in_text` is set.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from titan_relay.config.schema_data import TokenizerConfig
+from titan_relay.data.errors import DataError
+from titan_relay.data.long_runs import cut_long_runs
+from titan_relay.data.patterns import resolve_pattern
+from titan_relay.data.rank_file import read_rank_file
+
+
+class _Backend(Protocol):
+    """Text without BOS or EOS to ids and back."""
+
+    vocab_size: int
+    identity: bytes  # what the ids depend on, for the fingerprint
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def token_id(self, token: str) -> int | None: ...
+
+
+class _TiktokenBackend:
+    def __init__(self, config: TokenizerConfig, path: Path) -> None:
+        import tiktoken
+
+        ranks, specials = read_rank_file(path), dict(config.special_tokens)
+        self._check_special_ids(ranks, specials, path)
+        pattern = resolve_pattern(config.pattern)
+        try:
+            self._encoding = tiktoken.Encoding(
+                name=path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials
+            )
+        except (ValueError, KeyError) as error:
+            raise DataError(
+                f"tokenizer.pattern = {config.pattern!r} is not a valid regular expression: {error}"
+            ) from error
+        self._specials = specials
+        self._allowed = set(specials) if config.allow_special_in_text else set()
+        self.vocab_size = self._encoding.n_vocab
+        self.identity = json.dumps([pattern, sorted(specials.items())]).encode() + path.read_bytes()
+
+    @staticmethod
+    def _check_special_ids(ranks: dict[bytes, int], specials: dict[str, int], path: Path) -> None:
+        taken = set(ranks.values())
+        for token, token_id in specials.items():
+            if token_id in taken or token_id < 0:
+                raise DataError(
+                    f'tokenizer.special_tokens "{token}" = {token_id} is taken or negative; '
+                    f"ids from {max(taken) + 1} on are free in {path}"
+                )
+            taken.add(token_id)
+
+    def encode(self, text: str) -> list[int]:
+        if self._allowed:
+            return self._encoding.encode(text, allowed_special=self._allowed, disallowed_special=())
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode(list(ids))
+
+    def token_id(self, token: str) -> int | None:
+        if token in self._specials:
+            return self._specials[token]
+        return None
+
+
+class _HuggingFaceBackend:
+    def __init__(self, config: TokenizerConfig, path: Path) -> None:
+        from tokenizers import Tokenizer as RustTokenizer
+
+        try:
+            self._tokenizer: Any = RustTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{path} is not a tokenizer.json: {error}") from error
+        # A file may carry truncation or padding settings of the model it was saved with.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        for token, token_id in config.special_tokens.items():
+            if self._tokenizer.token_to_id(token) != token_id:
+                raise DataError(
+                    f'tokenizer.special_tokens "{token}" = {token_id}, but {path} has '
+                    f"{self._tokenizer.token_to_id(token)}; leave the key out for huggingface"
+                )
+        self._allow_special = config.allow_special_in_text
+        self._tokenizer.encode_special_tokens = not self._allow_special
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.identity = path.read_bytes()
+
+    def encode(self, text: str) -> list[int]:
+        # add_special_tokens=False: the template must not add what this class adds itself.
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        token_id = self._tokenizer.token_to_id(token)
+        if token_id is not None and not self._allow_special:
+            # Some files list BOS or EOS as an ordinary added token, which text would match.
+            self._tokenizer.add_special_tokens([token])
+        return token_id
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Encodes documents for training.
+
+    `bos_id` and `eos_id` are None where the vocabulary has no such token. `vocab_size` is the
+    highest id plus one, so it is what an embedding needs. `fingerprint` changes whenever the ids
+    of some document could.
+    """
+
+    backend: _Backend
+    bos_id: int | None
+    eos_id: int | None
+    add_bos: bool
+    add_eos: bool
+    fingerprint: str
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of one document, BOS and EOS as configured.
+
+        A BOS or EOS that the text itself already supplies (only possible with
+        `allow_special_in_text`) is not doubled.
+        """
+        ids = [token for piece in cut_long_runs(text) for token in self.backend.encode(piece)]
+        head: list[int] = []
+        if self.add_bos and self.bos_id is not None:
+            head, ids = [self.bos_id], ids[1:] if ids[:1] == [self.bos_id] else ids
+        if self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
+            ids.append(self.eos_id)
+        return head + ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode(ids)
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Builds the tokenizer of a `[tokenizer]` section; reads local files only.
+
+    Raises DataError where a file is missing or malformed, or where `add_bos` or `add_eos` asks
+    for a token that the vocabulary does not have.
+    """
+    path, own_bos, own_eos = _locate(config)
+    huggingface = config.kind == "huggingface"
+    backend: _Backend = (_HuggingFaceBackend if huggingface else _TiktokenBackend)(config, path)
+    bos_id = _boundary_id(backend, "bos", config.bos_token or own_bos, config.add_bos, path)
+    eos_id = _boundary_id(backend, "eos", config.eos_token or own_eos, config.add_eos, path)
+    flags = [config.kind, bos_id, eos_id, config.add_bos, config.add_eos]
+    flags.append(config.allow_special_in_text)
+    digest = hashlib.sha256(json.dumps(flags).encode() + backend.identity)
+    return Tokenizer(
+        backend, bos_id, eos_id, config.add_bos, config.add_eos, digest.hexdigest()[:16]
+    )
+
+
+def _locate(config: TokenizerConfig) -> tuple[Path, str | None, str | None]:
+    """The file to read, and the BOS and EOS that a Hugging Face folder names for itself."""
+    if not config.path:
+        raise DataError("tokenizer.path is empty; give a rank file or a tokenizer folder")
+    path = Path(config.path)
+    if config.kind == "tiktoken":
+        if not path.is_file():
+            raise DataError(
+                f'tokenizer.path = "{path}" is not a file; kind "tiktoken" needs a rank file '
+                "(scripts/train_tokenizer.py writes one)"
+            )
+        return path, None, None
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())
+        if "tokenizer.json" not in names:
+            raise DataError(
+                f'tokenizer.path = "{path}" has no tokenizer.json; it has: '
+                f"{', '.join(names[:10]) or 'nothing'}"
+            )
+        return path / "tokenizer.json", *_named_boundaries(path / "tokenizer_config.json")
+    if not path.is_file():
+        raise DataError(f'tokenizer.path = "{path}" does not exist; give a folder')
+    return path, *_named_boundaries(path.with_name("tokenizer_config.json"))
+
+
+def _named_boundaries(config_path: Path) -> tuple[str | None, str | None]:
+    if not config_path.is_file():
+        return None, None
+    try:
+        content = json.loads(config_path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{config_path} is not valid JSON: {error}") from error
+
+    def named(key: str) -> str | None:
+        value = content.get(key)
+        return value.get("content") if isinstance(value, dict) else value
+
+    return named("bos_token"), named("eos_token")
+
+
+def _boundary_id(
+    backend: _Backend, name: str, token: str | None, wanted: bool, path: Path
+) -> int | None:
+    token_id = backend.token_id(token) if token else None
+    if token and token_id is None:
+        raise DataError(
+            f'tokenizer.{name}_token = "{token}" is not in {path}; name a token of the vocabulary '
+            "or add it to tokenizer.special_tokens"
+        )
+    if wanted and token_id is None:
+        raise DataError(
+            f"tokenizer.add_{name} = true, but no {name} token is known; set tokenizer.{name}_token"
+        )
+    return token_id
