@@ -1,0 +1,206 @@
+"""From our `RunConfig` to torchtitan's `Trainer.Config`: one function per section.
+
+Sections and keys carry torchtitan's names; what differs in name is said in `docs/config.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+)
+from torchtitan.config import configs as titan
+from torchtitan.config.override import OverrideConfig
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.profiler import Profiler
+
+from titan_relay.config import ConfigError
+from titan_relay.config.schema import DataConfig, RunConfig
+from titan_relay.titan import cpu
+from titan_relay.titan.activation_checkpoint import build_activation_checkpoint
+from titan_relay.titan.dataloader import RelayDataLoader
+from titan_relay.titan.families import FAMILIES, build_model_config
+from titan_relay.titan.metrics import RelayMetricsProcessor
+from titan_relay.titan.parallelize import parallelize
+from titan_relay.titan.tokenizer import RelayTokenizer
+from titan_relay.titan.trainer import RelayTrainer
+from titan_relay.titan.validate import RelayValidator
+
+_FLEX_BLOCK = 128  # FlexAttention's block; context parallelism cuts rows into whole blocks
+
+
+def data_parallel_degree(run: RunConfig, world_size: int) -> int:
+    """Ranks that read different samples: dp_replicate x dp_shard."""
+    p = run.parallelism
+    return world_size // (
+        p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
+    )
+
+
+def global_batch_size(run: RunConfig, world_size: int) -> int:
+    """Sequences per optimizer step over all ranks."""
+    if run.training.global_batch_size > 0:
+        return run.training.global_batch_size
+    return run.training.local_batch_size * data_parallel_degree(run, world_size)
+
+
+def build_trainer_config(run: RunConfig, world_size: int) -> RelayTrainer.Config:
+    """The torchtitan configuration of a validated run.
+
+    Raises:
+        ConfigError: for what only this device cannot do.
+    """
+    _check_device(run)
+    rows = global_batch_size(run, world_size)
+    return RelayTrainer.Config(
+        run=run,
+        dump_folder=run.dump_folder,
+        hf_assets_path="",
+        model_spec=_model_spec(run),
+        training=_training(run, rows),
+        parallelism=_parallelism(run),
+        optimizer=_optimizer(run),
+        lr_scheduler=LRSchedulersContainer.Config(**_fields(run.lr_scheduler)),
+        checkpoint=_checkpoint(run),
+        activation_checkpoint=build_activation_checkpoint(run.activation_checkpoint),
+        compile=titan.CompileConfig(
+            enable=run.compile.enable,
+            components=list(run.compile.components),
+            backend=run.compile.backend,
+        ),
+        comm=titan.CommConfig(**_fields(run.comm)),
+        profiler=Profiler.Config(**_fields(run.profiler)),
+        debug=titan.DebugConfig(
+            **{k: v for k, v in _fields(run.debug).items() if k != "print_config"},
+            enable_structured_logging=False,
+        ),
+        metrics=RelayMetricsProcessor.Config(
+            **_fields(run.metrics), total_steps=run.training.steps
+        ),
+        loss=_loss(run),
+        tokenizer=RelayTokenizer.Config(settings=run.tokenizer),
+        dataloader=_dataloader(run.data, run, rows),
+        validator=_validator(run, rows, world_size),
+        override=OverrideConfig(imports=_overrides(run)),
+    )
+
+
+def _fields(section: Any) -> dict[str, Any]:
+    """A section whose keys are exactly torchtitan's; tuples become the lists torchtitan has."""
+    values = {name: getattr(section, name) for name in section.__dataclass_fields__}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _check_device(run: RunConfig) -> None:
+    """Refuse what the configuration allows but this device's attention does not."""
+    if cpu.on_cpu():
+        return
+    cp, seq_len = run.parallelism.context_parallel_degree, run.training.seq_len
+    if cp > 1 and seq_len % (cp * _FLEX_BLOCK):
+        nearest = max(1, round(seq_len / (cp * _FLEX_BLOCK))) * cp * _FLEX_BLOCK
+        raise ConfigError(
+            f"training.seq_len = {seq_len}: with context_parallel_degree = {cp} FlexAttention needs "
+            f"a multiple of {cp} x {_FLEX_BLOCK}, such as {nearest}"
+        )
+
+
+def _model_spec(run: RunConfig) -> ModelSpec:
+    family = FAMILIES[run.model.family]
+    return ModelSpec(
+        name=run.model.family,
+        flavor="toml",
+        model=build_model_config(run.model, seed=run.debug.seed, cpu=cpu.on_cpu()),
+        parallelize_fn=parallelize,
+        pipelining_fn=pipeline_llm,
+        post_optimizer_build_fn=None,  # the trainer's BalanceStep takes its place
+        state_dict_adapter=family.state_dict_adapter,
+    )
+
+
+def _training(run: RunConfig, rows: int) -> titan.TrainingConfig:
+    values = _fields(run.training)
+    del values["cpu_threads_per_rank"]
+    if cpu.on_cpu():
+        # Mixed precision on CPU would compute in bfloat16 by emulation; float32 is exact and faster.
+        values["mixed_precision_param"] = "float32"
+    values["global_batch_size"] = rows
+    # The relay and the all-to-all read routing counts on the host, which a CUDA graph cannot.
+    return titan.TrainingConfig(**values, disable_cuda_graphs=True)
+
+
+def _parallelism(run: RunConfig) -> titan.ParallelismConfig:
+    values = _fields(run.parallelism)
+    balancer = values.pop("context_parallel_load_balancer")
+    return titan.ParallelismConfig(
+        **values,
+        context_parallel_load_balancer=None if balancer == "none" else balancer,
+        # The other backends need torch >= 2.14 or DTensors everywhere.
+        spmd_backend="partial_dtensor",
+    )
+
+
+def _optimizer(run: RunConfig) -> OptimizersContainer.Config:
+    o = run.optimizer
+    return OptimizersContainer.Config(
+        implementation=o.implementation,
+        param_groups=[
+            ParamGroupConfig(
+                pattern=".*",
+                optimizer_name=o.name,
+                optimizer_kwargs={
+                    "lr": o.lr,
+                    "betas": (o.beta1, o.beta2),
+                    "eps": o.eps,
+                    "weight_decay": o.weight_decay,
+                },
+            )
+        ],
+    )
+
+
+def _checkpoint(run: RunConfig) -> CheckpointManager.Config:
+    return CheckpointManager.Config(**_fields(run.checkpoint))
+
+
+def _loss(run: RunConfig) -> BaseLoss.Config:
+    if run.loss.name == "chunked_cross_entropy":
+        return ChunkedLossWrapper.Config(num_chunks=run.loss.num_chunks)
+    return CrossEntropyLoss.Config()
+
+
+def _dataloader(data: DataConfig, run: RunConfig, rows: int) -> RelayDataLoader.Config:
+    return RelayDataLoader.Config(
+        data=data, global_batch_size=rows, seed=run.debug.seed, infinite=data.infinite
+    )
+
+
+def _validator(run: RunConfig, rows: int, world_size: int) -> RelayValidator.Config:
+    v = run.validator
+    # torchtitan counts a rank's batches; a validation step here is a whole global batch, so that
+    # it reads the same rows for any number of ranks.
+    batches_per_step = rows // (
+        run.training.local_batch_size * data_parallel_degree(run, world_size)
+    )
+    return RelayValidator.Config(
+        enable=v.enable,
+        freq=v.freq,
+        steps=v.steps * batches_per_step if v.steps > 0 else -1,
+        dataloader=_dataloader(v.data, run, rows),
+    )
+
+
+def _overrides(run: RunConfig) -> list[Any]:
+    if run.relay.dispatcher == "alltoall":
+        return ["titan_relay.titan.experts.native_dtype_experts"]
+    return [
+        (
+            "titan_relay.titan.experts.relay_routed_experts",
+            {"relay": run.relay},
+        )
+    ]

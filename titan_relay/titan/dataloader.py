@@ -1,0 +1,92 @@
+"""torchtitan's dataloader interface over `titan_relay.data`.
+
+Row n of each of the `global_batch_size` lanes is what step n trains on; a data-parallel rank owns
+consecutive lanes, so the samples of a step do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools import utils
+
+from titan_relay.config.schema import DataConfig
+from titan_relay.data import LaneReader
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class RelayDataLoader(BaseDataLoader):
+    """Yields `({"input", "positions"}, labels)`, each `(local_batch_size, seq_len)` int64 on CPU.
+
+    Padding has label -100 and position -1. When finite data runs out, iteration ends after the same
+    number of batches on every rank (one small all-reduce per batch sees to that).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        data: DataConfig
+        global_batch_size: int
+        seed: int
+        infinite: bool = True
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        **unused: Any,
+    ):
+        lanes_per_rank = config.global_batch_size // dp_world_size
+        self._rows_per_batch = local_batch_size
+        self._infinite = config.data.infinite
+        self._reader = LaneReader(
+            config.data,
+            tokenizer.inner,  # type: ignore[attr-defined]
+            seq_len=seq_len,
+            num_lanes=config.global_batch_size,
+            lanes=range(dp_rank * lanes_per_rank, (dp_rank + 1) * lanes_per_rank),
+            seed=config.seed,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        rows = iter(self._reader)
+        while True:
+            batch = _stack([next(rows) for _ in range(self._rows_per_batch)])
+            if not self._infinite and not _any_rank_has_tokens(batch[1]):
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The reader's position, one entry per lane of this rank."""
+        return self._reader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a `state_dict`, whatever the number of ranks that wrote it."""
+        self._reader.load_state_dict(state_dict)
+
+
+def _stack(rows: list[Any]) -> Batch:
+    inputs, labels, positions = (
+        torch.stack([torch.as_tensor(row[key]) for row in rows])
+        for key in ("input", "labels", "positions")
+    )
+    positions = positions.masked_fill(labels == IGNORE_INDEX, -1)
+    return {"input": inputs, "positions": positions}, labels
+
+
+def _any_rank_has_tokens(labels: torch.Tensor) -> bool:
+    count = (labels != IGNORE_INDEX).sum().to(utils.device_type)
+    dist.all_reduce(count)
+    return bool(count.item())

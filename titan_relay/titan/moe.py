@@ -1,0 +1,85 @@
+"""The mixture-of-experts layer: torchtitan's, with balancing losses and loads counted once.
+
+Shape suffixes: B batch, L tokens, D model dim, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import MoE as TitanMoE
+
+from titan_relay.titan.balance import AuxLossScope, BalanceLoss, LoadMeter, StepContext
+from titan_relay.titan.router import Routing
+
+
+class MoE(TitanMoE):
+    """Router, routed experts and optional shared experts.
+
+    Differs from torchtitan's layer in what it measures and adds to the loss, not in what it
+    computes: parameter names and layouts are the same.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanMoE.Config):
+        aux_loss_coeff: float = 0.0
+        z_loss_coeff: float = 0.0
+        aux_loss_scope: AuxLossScope = "sequence"
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.num_experts = config.num_experts
+        self.balance = BalanceLoss(
+            num_experts=config.num_experts,
+            top_k=config.router.top_k,
+            aux_loss_coeff=config.aux_loss_coeff,
+            z_loss_coeff=config.z_loss_coeff,
+            aux_loss_scope=config.aux_loss_scope,
+        )
+        self.meter = LoadMeter(config.num_experts)
+        self.step_context = StepContext()
+
+    def forward(  # type: ignore[override]
+        self, x_BLD: torch.Tensor, valid_BL: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply the layer to this rank's tokens; returns `(B, L, D)`.
+
+        `valid_BL` marks the tokens that are not padding (None: all). Padding is computed like any
+        other token but takes no part in losses and counts.
+        """
+        routing = self.router(x_BLD, self.expert_bias_E)
+        scores_BLK = routing.scores_BLK
+        if self.training and torch.is_grad_enabled():
+            scores_BLK = self._attach_balance(routing, valid_BL)
+        num_tokens_per_expert_E = torch.zeros_like(routing.probs_BLE, dtype=torch.bool).scatter_(
+            -1, routing.expert_ids_BLK, True
+        ).sum(dim=(0, 1))
+        out_BLD = self.routed_experts(
+            x_BLD, scores_BLK, routing.expert_ids_BLK, num_tokens_per_expert_E
+        )
+        if self.shared_experts is not None:
+            out_BLD = out_BLD + self.shared_experts(x_BLD)
+        return out_BLD
+
+    def _attach_balance(self, routing: Routing, valid_BL: torch.Tensor | None) -> torch.Tensor:
+        """Attach the balancing losses on local tensors; under TP each rank has part of a row."""
+        scores = routing.scores_BLK
+        if not isinstance(scores, DTensor):
+            return self._attach_local(routing, valid_BL)
+        local = Routing(*(_to_local(t) for t in vars(routing).values()))
+        if valid_BL is not None and valid_BL.shape[1] != local.scores_BLK.shape[1]:
+            tp_rank = scores.device_mesh.get_local_rank()
+            valid_BL = valid_BL.chunk(scores.device_mesh.size(), dim=1)[tp_rank]
+        attached = self._attach_local(local, valid_BL)
+        return DTensor.from_local(attached, scores.device_mesh, scores.placements, run_check=False)
+
+    def _attach_local(self, routing: Routing, valid_BL: torch.Tensor | None) -> torch.Tensor:
+        if valid_BL is None:
+            valid_BL = torch.ones_like(routing.expert_ids_BLK[..., 0], dtype=torch.bool)
+        return self.balance.attach(routing, valid_BL, self.step_context, self.meter)
+
+
+def _to_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,46 @@
+"""Apply the parallelisms to a model: torchtitan's, then what this project adds on top."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+
+from titan_relay.titan import cpu
+from titan_relay.titan.balance import StepContext
+from titan_relay.titan.balance_hook import moe_layers
+
+
+def parallelize(model: Any, *, parallel_dims: ParallelDims, **kwargs: Any) -> nn.Module:
+    """torchtitan's `parallelize_fn` for every family of this project.
+
+    torchtitan's function for Qwen3 only relies on what all its decoders share (blocks with
+    `attention.inner_attention`, `moe_enabled`), so it serves other families too.
+    """
+    parallel: nn.Module = parallelize_qwen3(model, parallel_dims=parallel_dims, **kwargs)
+    cpu.sum_gradients_without_premul(parallel)
+    context = _step_context(parallel_dims)
+    for _, moe in moe_layers([parallel]):
+        moe.step_context = context
+    return parallel
+
+
+def _step_context(parallel_dims: ParallelDims) -> StepContext:
+    """The groups over which the auxiliary loss counts tokens."""
+    cp_mesh = parallel_dims.get_optional_mesh("cp")
+    loss_mesh = parallel_dims.get_optional_mesh("loss")
+    tp_mesh = parallel_dims.get_optional_mesh("tp")
+    # With experts spread over TP ranks the tokens of a sequence are too; otherwise every TP rank
+    # routes all of them.
+    tp_groups = [tp_mesh.get_group()] if tp_mesh is not None and parallel_dims.ep_enabled else []
+    return StepContext(
+        sequence_groups=_groups(cp_mesh) + tp_groups,
+        batch_groups=_groups(loss_mesh) + tp_groups,
+    )
+
+
+def _groups(mesh: Any) -> list[dist.ProcessGroup]:
+    return [] if mesh is None else [mesh.get_group()]

@@ -1,0 +1,82 @@
+"""The trainer: torchtitan's, with relay experts, balancing, repeatable steps and CPU batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.trainer import Trainer
+
+from titan_relay.config.schema import RunConfig
+from titan_relay.titan import cpu
+from titan_relay.titan.attention import prepare_cpu_batch
+from titan_relay.titan.balance_hook import BalanceStep, moe_layers
+from titan_relay.titan.step_metrics import step_metrics
+
+
+class RelayTrainer(Trainer):
+    """Trains one run; see `torchtitan.trainer.Trainer` for the loop."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        run: RunConfig
+
+    config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        model = config.run.model
+        tokens_are_repeated = self.parallel_dims.tp_enabled and not self.parallel_dims.ep_enabled
+        self.balance = BalanceStep(
+            self.model_parts,
+            num_layers=model.num_layers,
+            num_experts=model.moe.num_experts,
+            num_copies=self.parallel_dims.tp if tokens_are_repeated else 1,
+            device=self.device,
+        )
+        self.optimizers.register_step_pre_hook(self._before_optimizer_step)
+
+    def train_step(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
+        """Run one optimizer step.
+
+        The random state is a function of seed and step, so a resumed run draws what the
+        uninterrupted one drew, on any layout, and nothing needs saving.
+        """
+        torch.manual_seed(step_seed(self.config.run.debug.seed, self.step))
+        self.balance.step = self.step
+        super().train_step(data_iterator)
+
+    def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> Any:
+        """Run one microbatch forward and backward."""
+        for _, moe in moe_layers(self.model_parts):
+            moe.step_context.num_valid_tokens = global_valid_tokens
+        return super().forward_backward_step(global_valid_tokens=global_valid_tokens, **batch)
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Take this rank's part of the batch and build attention masks."""
+        if not cpu.on_cpu():
+            return super().post_dataloading_process(input_dict, labels)
+        inputs, labels, positions, mask = prepare_cpu_batch(
+            input_dict["input"],
+            labels,
+            input_dict["positions"],
+            self.parallel_dims.get_optional_mesh("cp"),
+            self.config.parallelism.context_parallel_load_balancer,
+        )
+        self.ntokens_seen += labels.numel()
+        return inputs, labels, {"positions": positions, "attention_masks": mask}
+
+    def _before_optimizer_step(self, *_: object) -> None:
+        self.balance()
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The random seed of one step of one run."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/step {step}".encode()).digest()[:8], "little")

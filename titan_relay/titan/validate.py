@@ -1,0 +1,39 @@
+"""Validation: torchtitan's loop over our batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.validate import Validator
+
+from titan_relay.titan import cpu
+from titan_relay.titan.attention import prepare_cpu_batch
+
+
+class RelayValidator(Validator):
+    """Validates on the same rows whatever the layout of the ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        pass
+
+    def post_dataloading_process(
+        self,
+        input_dict: dict[str, torch.Tensor],
+        labels: torch.Tensor,
+        model_parts: list[nn.Module],
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Take this rank's part of the batch and build attention masks."""
+        if not cpu.on_cpu():
+            return super().post_dataloading_process(input_dict, labels, model_parts)
+        inputs, labels, positions, mask = prepare_cpu_batch(
+            input_dict["input"],
+            labels,
+            input_dict["positions"],
+            self.parallel_dims.get_optional_mesh("cp"),
+            self.parallelism.context_parallel_load_balancer,
+        )
+        return inputs, labels, {"positions": positions, "attention_masks": mask}
