@@ -1,0 +1,134 @@
+"""LiveBytes on two gloo ranks: FSDP2's resized storages, DTensors, collectives in operators.
+
+One spawned group serves all checks, since starting it is what takes time. float32 throughout.
+"""
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from titan_relay.memory import LiveBytes
+
+WORLD_SIZE = 2
+DIM = 8
+WEIGHT_BYTES = DIM * DIM * 4
+SHARD_BYTES = WEIGHT_BYTES // WORLD_SIZE
+BATCH_BYTES = 3 * DIM * 4
+
+
+@torch.library.custom_op("live_bytes_test::exchange", mutates_args=())
+def exchange(x: torch.Tensor) -> torch.Tensor:
+    """Send `x` to the other rank through a buffer, like a ring hop."""
+    other = 1 - dist.get_rank()
+    buffer = torch.empty_like(x)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, buffer, other)]
+    )
+    for work in works:
+        work.wait()
+    return buffer + 1
+
+
+def check_dtensor_counts_the_local_part(mesh: DeviceMesh) -> None:
+    full = torch.ones(10, 10)
+    x = distribute_tensor(full, mesh, [Shard(0)])
+    with LiveBytes() as tracker:
+        y = x + 1
+        assert tracker.live_bytes == 200, "half of 10 x 10"
+        z = y.redistribute(mesh, [Replicate()])
+        assert tracker.live_bytes == 200 + 400
+        w = z.to_local()
+        assert tracker.live_bytes == 200 + 400
+        del y, z, w
+        assert tracker.live_bytes == 0
+        tracker.include(x)
+        assert tracker.live_bytes == x.to_local().untyped_storage().nbytes()
+
+
+def check_fsdp_frees_and_refills(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(3, DIM)
+    # FSDP makes its unsharded parameters on first use; they exist, empty, before the tracker.
+    model(x).sum().backward()
+    model.zero_grad()
+
+    inside_layers: list[int] = []
+    with LiveBytes() as tracker:
+        for layer in model:
+            layer.register_forward_hook(lambda *_: inside_layers.append(tracker.live_bytes))
+        tracker.include(model)
+        assert tracker.live_bytes == 2 * SHARD_BYTES, "the shards, not the global sizes"
+        with torch.no_grad(), tracker.phase("forward") as forward:
+            y = model(x)
+        assert tracker.live_bytes == 2 * SHARD_BYTES + BATCH_BYTES, "resharded, only y is left"
+        # The hook runs before the layer reshards: at least its own weight is whole, beside the
+        # layer's output (and the second layer's input).
+        assert inside_layers[0] >= 2 * SHARD_BYTES + WEIGHT_BYTES + BATCH_BYTES
+        assert inside_layers[1] >= 2 * SHARD_BYTES + WEIGHT_BYTES + 2 * BATCH_BYTES
+        assert forward.peak_bytes >= max(inside_layers)
+        resizes = [op for op in forward.peak.by_op() if "resize" in op]
+        assert resizes, "the refill is attributed to the resize"
+        del y
+        peaks_bytes = []
+        # The first backward after a forward without one prefetches a layer too many: not compared.
+        for _ in range(3):
+            with tracker.phase("train") as train:
+                model(x).sum().backward()
+            # The shards and their gradients; the root holds no weight of its own.
+            assert tracker.live_bytes == 4 * SHARD_BYTES
+            peaks_bytes.append(train.peak_bytes)
+            model.zero_grad()
+            assert tracker.live_bytes == 2 * SHARD_BYTES
+        assert peaks_bytes[1] == peaks_bytes[2], "the figure repeats"
+        # In the last layer's backward at least: the shards, its whole weight and gradient, its
+        # input, the gradient of that input.
+        assert peaks_bytes[2] >= 2 * SHARD_BYTES + 2 * WEIGHT_BYTES + 2 * BATCH_BYTES
+
+
+def check_a_ring_hop_inside_an_op(mesh: DeviceMesh) -> None:
+    x = torch.full((1000,), float(dist.get_rank()))
+    with LiveBytes() as tracker:
+        y = exchange(x)
+        assert torch.equal(y, torch.full((1000,), 2.0 - dist.get_rank()))
+        assert (tracker.live_bytes, tracker.peak_bytes) == (4000, 8000)
+
+
+def _run_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
+    )
+    failures = []
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    for check in CHECKS:
+        try:
+            check(mesh)
+        except Exception:
+            failures.append(f"{check.__name__} on rank {rank}:\n{traceback.format_exc()}")
+    Path(folder, f"failures-{rank}").write_text("\n".join(failures))
+    dist.destroy_process_group()
+
+
+CHECKS = (
+    check_dtensor_counts_the_local_part,
+    check_fsdp_frees_and_refills,
+    check_a_ring_hop_inside_an_op,
+)
+
+
+@pytest.mark.timeout(120)
+def test_on_two_ranks(tmp_path: Path) -> None:
+    mp.spawn(_run_rank, args=(str(tmp_path),), nprocs=WORLD_SIZE, join=True)
+    failures = [(tmp_path / f"failures-{rank}").read_text() for rank in range(WORLD_SIZE)]
+    assert not any(failures), "\n".join(failures)

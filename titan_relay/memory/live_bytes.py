@@ -1,0 +1,407 @@
+"""Live-bytes tracker: an exact, repeatable memory figure on CPU, CUDA and fake tensors.
+
+`LiveBytes` counts each tensor storage once, from its creation to its death:
+
+    with LiveBytes() as tracker:
+        with tracker.phase("forward"):
+            loss = model(x).sum()
+        with tracker.phase("backward") as backward:
+            loss.backward()
+    print(tracker.peak_bytes, tracker.peak.label, backward.peak.by_phase())
+
+What is counted: `UntypedStorage.nbytes()`, that is what was asked for, without the rounding and
+the cache of an allocator. Views, detached aliases and in-place results share a storage and count
+nothing. Storages that existed before are not counted, unless given to `include`.
+
+How the traps of dispatch modes are met:
+
+- A mode is off while an operator runs, so temporaries inside an operator written in Python
+  (`torch.library`) would escape. For operators outside the built-in namespaces a torch-function
+  mode is put up that turns this mode on again for every call inside the operator's body; it works
+  alike for the body, for the shape function that stands for it on fake tensors, and for operators
+  called by operators. The operator itself stays one call for every mode above this one, so
+  selective activation checkpointing does not look inside.
+- A mode runs before tensor subclasses do, and a DTensor would do its local work unseen. For wrapper
+  subclasses this mode steps back (`NotImplemented`) and sees the plain calls that come out.
+- Resizing a storage in place is no operator (`storages.on_storage_resize`).
+- Backward, recomputation in `torch.utils.checkpoint` included, runs with the modes that were on
+  when `backward` was called, also on the autograd engine's own threads.
+
+Not seen: temporaries inside C++ and CUDA operators (a library's workspace), what other Python
+threads allocate, and Python callbacks of higher-order operators. While the mode is on,
+`torch.compile` runs its functions eagerly.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_relay.memory.ledger import Event, Label, Ledger, Peak, Window
+from titan_relay.memory.storages import (
+    Trackable,
+    has_storage,
+    is_wrapper,
+    on_storage_resize,
+    plain_tensors,
+    storage_has_memory,
+    tensors_of,
+)
+
+# Their kernels are C++, so there is nothing of ours to see inside.
+_BUILTIN_NAMESPACES = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler"})
+# Operators that may give a storage another size, besides every out= variant.
+_RESIZING_OPS = frozenset(
+    {"aten::resize_", "aten::resize_as_", "aten::set_", "inductor::resize_storage_bytes_"}
+)
+_OUTSIDE_PHASES = "(none)"
+
+
+class _Entry(weakref.ref):
+    """A watched storage: a weak reference that also carries what is counted for it."""
+
+    __slots__ = ("excluded", "key", "label", "num_bytes", "serial")
+
+    key: int
+    serial: int
+    num_bytes: int
+    label: Label
+    excluded: bool
+
+
+class _OpTraits(NamedTuple):
+    """What has to be known of an operator, looked up once."""
+
+    name: str
+    runs_python: bool
+    may_resize: bool
+
+
+class _LookInside(TorchFunctionMode):
+    """Turns the tracker on again for each torch call made within an operator's Python body."""
+
+    def __init__(self, tracker: LiveBytes) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        # Not `with tracker`: that would also install the resize hook once more.
+        TorchDispatchMode.__enter__(self._tracker)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            TorchDispatchMode.__exit__(self._tracker, None, None, None)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Dispatch mode that counts live tensor storages; see the module's docstring.
+
+    Trackers nest, each with its own count. Counting goes on after exit for what is already
+    counted: `live_bytes` falls as those tensors die. One tracker can be entered repeatedly, not
+    within itself.
+
+    Args:
+        device_type: count only tensors on devices of this type ("cuda", "cpu"); None: all.
+        keep_events: keep every change in `events`, which `peak_bytes_without` needs. Costs a
+            tuple per allocation and per death.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device_type: str | None = None, keep_events: bool = False) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._ledger = Ledger(keep_events)
+        self._entries: dict[int, _Entry] = {}
+        self._traits: dict[Any, _OpTraits] = {}
+        self._num_storages = 0
+        self._phase = _OUTSIDE_PHASES
+        self._enclosing_ops = ""
+        self._phase_peaks: dict[str, Peak] = {}
+        self._hooks = ExitStack()
+        # A storage can die on any thread, and also while this thread holds the lock.
+        self._lock = threading.RLock()
+
+    # Reading ----------------------------------------------------------------------------------
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of counted storages that are alive now."""
+        return self._ledger.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest `live_bytes` since the start or the last `reset_peak` outside every phase."""
+        return self._ledger.root.peak_bytes
+
+    @property
+    def peak(self) -> Peak:
+        """The peak of `peak_bytes`: the operator and phase that reached it, and what was live."""
+        return self._ledger.root.peak
+
+    @property
+    def overall_peak(self) -> Peak:
+        """The peak since the tracker was made, whatever was reset."""
+        self._ledger.settle()
+        return self._ledger.overall.peak
+
+    @property
+    def phase_peaks(self) -> dict[str, Peak]:
+        """For every phase that has ended, by name, its highest peak."""
+        return dict(self._phase_peaks)
+
+    @property
+    def events(self) -> list[Event]:
+        """Every change in order (needs `keep_events`)."""
+        self._require_events("events")
+        return list(self._ledger.events or ())
+
+    def peak_bytes_without(self, *owners: Trackable) -> int:
+        """The overall peak had the storages of `owners` never existed (needs `keep_events`).
+
+        For statements such as "the peak, not counting the tensors that become .grad", when these
+        can be named only afterwards. The tensors must still be alive.
+        """
+        self._require_events("peak_bytes_without")
+        entries = (self._entries.get(storage._cdata) for storage in self._storages(owners))
+        serials = {entry.serial for entry in entries if entry is not None}
+        return self._ledger.replay_peak_without(serials)
+
+    # Steering ---------------------------------------------------------------------------------
+
+    def reset_peak(self) -> None:
+        """Start the innermost peak again at what is live now; outer peaks keep what was reached."""
+        with self._lock:
+            self._ledger.reset()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Window]:
+        """Name what happens inside and measure its own peak: `with tracker.phase("x") as w`.
+
+        Allocations inside carry the name. Phases nest; `w.peak` is the phase's own peak, and the
+        peaks around it include it.
+        """
+        with self._lock:
+            outer_name, self._phase = self._phase, name
+            window = self._ledger.open(name)
+        try:
+            yield window
+        finally:
+            with self._lock:
+                self._phase = outer_name
+                peak = window.peak
+                self._ledger.close(window)
+                known = self._phase_peaks.get(name)
+                if known is None or peak.live_bytes > known.live_bytes:
+                    self._phase_peaks[name] = peak
+
+    def include(self, *owners: Trackable, name: str = "(included)") -> None:
+        """Count what already exists: tensors, modules (with gradients), optimizers, collections."""
+        with self._lock:
+            for storage in self._storages(owners):
+                if storage._cdata not in self._entries:
+                    self._add(storage, Label(name, "(included)"))
+
+    def exclude(self, *owners: Trackable) -> None:
+        """Stop counting these storages, now and when they are resized. Past peaks stay."""
+        with self._lock:
+            for storage in self._storages(owners):
+                entry = self._entries.get(storage._cdata)
+                if entry is None:
+                    entry = self._watch(storage, self._label("(excluded)"))
+                self._set_size(entry, 0)
+                entry.excluded = True
+
+    def __enter__(self) -> Self:
+        self._hooks.enter_context(on_storage_resize(self._on_resize))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._hooks.close()
+
+    # Counting ---------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if types and any(is_wrapper(tensor_type) for tensor_type in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = _traits_of(func)
+        empty_inputs = _empty_storages(args, kwargs) if traits.may_resize else ()
+        if traits.runs_python:
+            outputs = self._run_looking_inside(func, traits.name, args, kwargs)
+        else:
+            outputs = func(*args, **kwargs)
+        if isinstance(outputs, torch.Tensor):
+            self._see_output(outputs, traits, args, kwargs, empty_inputs)
+        elif outputs is not None:
+            for output in tree_leaves(outputs):
+                if isinstance(output, torch.Tensor):
+                    self._see_output(output, traits, args, kwargs, empty_inputs)
+        if traits.may_resize:
+            self._see_resized_inputs(traits.name, args, kwargs)
+        return outputs
+
+    def _run_looking_inside(self, func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
+        """Run an operator with this tracker on again inside its Python body.
+
+        `redispatch` rather than a call, since the call itself must not reach the function mode.
+        """
+        outer = self._enclosing_ops
+        self._enclosing_ops = f"{outer}{name}/"
+        try:
+            with _LookInside(self):
+                return func.redispatch(_keys_below(args, kwargs), *args, **kwargs)
+        finally:
+            self._enclosing_ops = outer
+
+    def _see_output(
+        self,
+        output: torch.Tensor,
+        traits: _OpTraits,
+        args: tuple,
+        kwargs: dict,
+        empty_inputs: Sequence[int],
+    ) -> None:
+        if is_wrapper(type(output)):
+            for plain in plain_tensors(output):
+                self._see_output(plain, traits, args, kwargs, empty_inputs)
+            return
+        if not self._counts(output):
+            return
+        storage = output.untyped_storage()
+        key = storage._cdata
+        if key in self._entries:
+            return
+        # An unknown storage that came in with the inputs is older than the tracker: not ours,
+        # unless it was empty and this call gave it its memory.
+        if key not in empty_inputs and key in _storage_keys(args, kwargs):
+            return
+        with self._lock:
+            self._add(storage, self._label(traits.name))
+
+    def _see_resized_inputs(self, op_name: str, args: tuple, kwargs: dict) -> None:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                storage = leaf.untyped_storage()
+                entry = self._entries.get(storage._cdata)
+                if entry is not None:
+                    with self._lock:
+                        self._set_size(entry, storage.nbytes(), self._label(op_name))
+
+    def _on_resize(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            entry = self._entries.get(storage._cdata)
+            if entry is not None:
+                self._set_size(entry, storage.nbytes(), self._label("(storage resize)"))
+            elif storage_has_memory(storage) and self._counts_device(storage.device.type):
+                # Resizing allocates anew, so an older storage is ours from here on.
+                self._add(storage, self._label("(storage resize)"))
+
+    def _add(self, storage: torch.UntypedStorage, label: Label) -> None:
+        self._set_size(self._watch(storage, label), storage.nbytes())
+
+    def _watch(self, storage: torch.UntypedStorage, label: Label) -> _Entry:
+        entry = _Entry(storage, self._on_death)
+        entry.key = storage._cdata
+        entry.serial = self._num_storages
+        entry.num_bytes = 0
+        entry.label = label
+        entry.excluded = False
+        self._num_storages += 1
+        self._entries[entry.key] = entry
+        return entry
+
+    def _label(self, op_name: str) -> Label:
+        return Label(self._phase, self._enclosing_ops + op_name)
+
+    def _set_size(self, entry: _Entry, num_bytes: int, label: Label | None = None) -> None:
+        """Count `num_bytes` for a storage from now on, under a new label if one is given."""
+        if entry.excluded or num_bytes == entry.num_bytes:
+            return
+        if entry.num_bytes:
+            self._ledger.shrink(entry.serial, entry.num_bytes, entry.label)
+        entry.num_bytes = num_bytes
+        entry.label = label or entry.label
+        if num_bytes:
+            self._ledger.grow(entry.serial, num_bytes, entry.label)
+
+    def _on_death(self, entry: _Entry) -> None:
+        with self._lock:
+            if self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]
+            self._set_size(entry, 0)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return has_storage(tensor) and self._counts_device(tensor.device.type)
+
+    def _counts_device(self, device_type: str) -> bool:
+        return self._device_type is None or device_type in (self._device_type, "meta")
+
+    def _storages(self, owners: Iterable[Trackable]) -> Iterator[torch.UntypedStorage]:
+        for owner in owners:
+            for tensor in tensors_of(owner):
+                if self._counts(tensor):
+                    yield tensor.untyped_storage()
+
+    def _require_events(self, what: str) -> None:
+        if self._ledger.events is None:
+            raise ValueError(f"LiveBytes.{what} needs LiveBytes(keep_events=True)")
+
+
+def _traits_of(func: Any) -> _OpTraits:
+    """Classify an operator; higher-order operators have neither schema nor dispatcher entry."""
+    if not isinstance(func, OpOverload):
+        return _OpTraits(str(func), runs_python=False, may_resize=False)
+    qualified_name = func._schema.name
+    is_out_variant = any(argument.is_out for argument in func._schema.arguments)
+    return _OpTraits(
+        name=str(func),
+        runs_python=func.namespace not in _BUILTIN_NAMESPACES,
+        may_resize=is_out_variant or qualified_name in _RESIZING_OPS,
+    )
+
+
+def _keys_below(args: tuple, kwargs: dict) -> DispatchKeySet:
+    """Where an operator goes on below this mode: to the next mode, else to its device's kernel."""
+    if torch._C._len_torch_dispatch_stack():
+        return DispatchKeySet(DispatchKey.Python)
+    keys = DispatchKeySet(DispatchKey.Undefined)
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            keys = keys | torch._C._dispatch_keys(leaf)
+    keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
+    return keys if keys.raw_repr() else DispatchKeySet(DispatchKey.CPU)
+
+
+def _input_storages(args: tuple, kwargs: dict) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.UntypedStorage):
+            yield leaf
+        elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield leaf.untyped_storage()
+
+
+def _storage_keys(args: tuple, kwargs: dict) -> set[int]:
+    return {storage._cdata for storage in _input_storages(args, kwargs)}
+
+
+def _empty_storages(args: tuple, kwargs: dict) -> tuple[int, ...]:
+    return tuple(s._cdata for s in _input_storages(args, kwargs) if s.nbytes() == 0)

@@ -1,0 +1,99 @@
+"""From tensors, modules and optimizers to the plain tensors that own storages.
+
+A wrapper subclass (a DTensor, for one) has no memory of its own and reports its *global* size, so
+only the tensors inside it are looked at. `on_storage_resize` tells of storages that are resized in
+place, which no dispatcher sees and which is how FSDP2 frees and refills its unsharded parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+Trackable = torch.Tensor | nn.Module | Optimizer | Mapping | list | tuple | set
+
+
+def is_wrapper(tensor_type: type) -> bool:
+    """Whether tensors of this type only wrap others (they can name them: `__tensor_flatten__`)."""
+    return hasattr(tensor_type, "__tensor_flatten__")
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor itself, or, for a wrapper subclass, the tensors inside it."""
+    if not is_wrapper(type(tensor)):
+        yield tensor
+        return
+    inner_names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in inner_names:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):  # a DTensor also names its mesh
+            yield from plain_tensors(inner)
+
+
+def tensors_of(owner: Trackable) -> Iterator[torch.Tensor]:
+    """Every plain tensor that `owner` holds.
+
+    A module gives its parameters, their gradients and its buffers; an optimizer its state; a
+    mapping, list, tuple or set whatever its members give. Other values hold no tensors.
+    """
+    if isinstance(owner, torch.Tensor):
+        yield from plain_tensors(owner)
+        if owner.is_leaf and owner.grad is not None:
+            yield from plain_tensors(owner.grad)
+    elif isinstance(owner, nn.Module):
+        for member in (*owner.parameters(), *owner.buffers()):
+            yield from tensors_of(member)
+    elif isinstance(owner, Optimizer):
+        yield from tensors_of(dict(enumerate(owner.state.values())))
+    elif isinstance(owner, Mapping):
+        for value in owner.values():
+            yield from tensors_of(value)
+    elif isinstance(owner, list | tuple | set):
+        for value in owner:
+            yield from tensors_of(value)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has one storage with memory behind it.
+
+    Tensors on the meta device have none; fake tensors do count, as the device they stand for.
+    Sparse and opaque layouts keep their data in tensors of their own.
+    """
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def storage_has_memory(storage: torch.UntypedStorage) -> bool:
+    """Like `has_storage`, when only the storage is at hand.
+
+    The storages of fake tensors are on the meta device, so there the question is whether fake
+    tensors are being computed with at the moment.
+    """
+    if storage.device.type != "meta":
+        return True
+    fake_key = torch._C._TorchDispatchModeKey.FAKE
+    return torch._C._get_dispatch_mode(fake_key) is not None
+
+
+@contextmanager
+def on_storage_resize(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `callback(storage)` after every `UntypedStorage.resize_` in this process.
+
+    `resize_` is a plain method, no operator, so it has to be replaced while someone listens.
+    Uses nest; each one restores what it found.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+        result = resize(storage, num_bytes)
+        callback(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
