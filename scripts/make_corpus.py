@@ -1,0 +1,165 @@
+"""Writes a real text corpus without a download: the source of this machine's standard library.
+
+    python scripts/make_corpus.py --out outputs/corpus
+
+gives ``train.jsonl`` and ``validation.jsonl`` with one object ``{"text", "path"}`` a line. Test
+suites, installed packages, duplicates, generated tables, and files that cannot be decoded are
+left out. A file is in the validation part if a hash of its path says so, so the split is the
+same on every machine and a file is never in both parts.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+MAX_FILE_BYTES = 300_000  # larger ones are tables: encodings, Unicode names, HTML entities
+HASH_RANGE = 1 << 32
+
+
+@dataclass
+class Corpus:
+    """The files of both parts, and how many were left out for which reason."""
+
+    train: list[tuple[str, str]] = field(default_factory=list)
+    validation: list[tuple[str, str]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def leave_out(self, reason: str) -> None:
+        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+
+
+def path_hash(path: str) -> int:
+    """A number in 0..2**32-1 that depends on the text of `path` only."""
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big")
+
+
+def source_files(root: Path) -> Iterator[str]:
+    """Paths of the Python files under `root`, relative to it, without the skipped folders."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def read_source(path: Path) -> str | None:
+    """The text of a Python file in its declared encoding; None if it cannot be read."""
+    try:
+        with tokenize.open(path) as stream:
+            text = stream.read()
+        text.encode("utf-8")
+    except (OSError, SyntaxError, UnicodeError):
+        return None
+    return text
+
+
+def collect(root: Path, max_bytes: int | None, validation_share: float) -> Corpus:
+    """Reads the corpus under `root`.
+
+    Files are taken in hash order until `max_bytes` of text are reached, so that a small corpus is
+    a mixture of the whole library too; each part is then sorted by path.
+    """
+    corpus, seen, num_bytes = Corpus(), set[bytes](), 0
+    for name in sorted(source_files(root), key=path_hash):
+        path = root / name
+        if path.stat().st_size > MAX_FILE_BYTES:
+            corpus.leave_out("larger than 300 kB")
+            continue
+        text = read_source(path)
+        if text is None:
+            corpus.leave_out("unreadable")
+            continue
+        if not text.strip():
+            corpus.leave_out("empty")
+            continue
+        digest = hashlib.sha256(text.encode()).digest()
+        if digest in seen:
+            corpus.leave_out("duplicate")
+            continue
+        size = len(text.encode())
+        if max_bytes is not None and num_bytes + size > max_bytes:
+            corpus.leave_out("beyond --max-bytes")
+            continue
+        seen.add(digest)
+        num_bytes += size
+        held_out = is_validation(name, validation_share)
+        (corpus.validation if held_out else corpus.train).append((name, text))
+    corpus.train.sort()
+    corpus.validation.sort()
+    return corpus
+
+
+def is_validation(name: str, validation_share: float) -> bool:
+    """Whether a file is held out; independent of the order in which files are taken."""
+    return path_hash("validation/" + name) < validation_share * HASH_RANGE
+
+
+def write_part(path: Path, documents: list[tuple[str, str]]) -> int:
+    """Writes one part, whole or not at all; returns its size in bytes."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        for name, text in documents:
+            stream.write(json.dumps({"text": text, "path": name}, ensure_ascii=False) + "\n")
+    os.replace(partial, path)
+    return path.stat().st_size
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write the standard library's source as JSONL.")
+    parser.add_argument("--out", type=Path, default=Path("outputs/corpus"), help="folder to write")
+    parser.add_argument("--max-bytes", type=int, help="take at most this much text")
+    parser.add_argument(
+        "--validation-share", type=float, default=0.05, help="share of the files held out"
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        default=Path(sysconfig.get_path("stdlib")),
+        help="folder of Python files (default: this interpreter's standard library)",
+    )
+    options = parser.parse_args(arguments)
+    if not 0 < options.validation_share < 1:
+        parser.error(f"--validation-share {options.validation_share} must be between 0 and 1")
+    if options.max_bytes is not None and options.max_bytes <= 0:
+        parser.error(f"--max-bytes {options.max_bytes} must be above 0")
+    if not options.source.is_dir():
+        parser.error(f"--source {options.source} is not a folder; give one with Python files")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    options = parse_arguments(arguments)
+    corpus = collect(options.source, options.max_bytes, options.validation_share)
+    if not corpus.train or not corpus.validation:
+        print(
+            f"make_corpus: {len(corpus.train)} training and {len(corpus.validation)} validation "
+            f"files found under {options.source}; both are needed: raise --max-bytes or "
+            "--validation-share, or give another --source",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for part, documents in (("train", corpus.train), ("validation", corpus.validation)):
+            path = options.out / f"{part}.jsonl"
+            num_bytes = write_part(path, documents)
+            print(f"{path}: {len(documents)} documents, {num_bytes / 1e6:.2f} MB")
+    except OSError as error:
+        print(f"make_corpus: cannot write to {options.out}: {error}", file=sys.stderr)
+        return 1
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(corpus.left_out.items()))
+    print(f"left out: {reasons or 'nothing'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
