@@ -16,11 +16,10 @@ from torchtitan.components.optimizer import (
 )
 from torchtitan.config import configs as titan
 from torchtitan.config.override import OverrideConfig
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 
-from titan_relay.config import ConfigError
+from titan_relay.config import ConfigError, degrees_of
 from titan_relay.config.schema import DataConfig, RunConfig
 from titan_relay.titan import cpu
 from titan_relay.titan.activation_checkpoint import build_activation_checkpoint
@@ -28,6 +27,7 @@ from titan_relay.titan.dataloader import RelayDataLoader
 from titan_relay.titan.families import FAMILIES, build_model_config
 from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.parallelize import parallelize
+from titan_relay.titan.pipeline import pipeline
 from titan_relay.titan.tokenizer import RelayTokenizer
 from titan_relay.titan.trainer import RelayTrainer
 from titan_relay.titan.validate import RelayValidator
@@ -35,19 +35,11 @@ from titan_relay.titan.validate import RelayValidator
 _FLEX_BLOCK = 128  # FlexAttention's block; context parallelism cuts rows into whole blocks
 
 
-def data_parallel_degree(run: RunConfig, world_size: int) -> int:
-    """Ranks that read different samples: dp_replicate x dp_shard."""
-    p = run.parallelism
-    return world_size // (
-        p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
-    )
-
-
 def global_batch_size(run: RunConfig, world_size: int) -> int:
     """Sequences per optimizer step over all ranks."""
     if run.training.global_batch_size > 0:
         return run.training.global_batch_size
-    return run.training.local_batch_size * data_parallel_degree(run, world_size)
+    return run.training.local_batch_size * degrees_of(run, world_size).batch
 
 
 def build_trainer_config(run: RunConfig, world_size: int) -> RelayTrainer.Config:
@@ -98,10 +90,16 @@ def _fields(section: Any) -> dict[str, Any]:
 
 
 def _check_device(run: RunConfig) -> None:
-    """Refuse what the configuration allows but this device's attention does not."""
+    """Refuse what the configuration allows but this device's attention or the loss does not."""
+    cp, seq_len = run.parallelism.context_parallel_degree, run.training.seq_len
+    num_chunks = run.loss.num_chunks
+    if run.loss.name == "chunked_cross_entropy" and seq_len // cp % num_chunks:
+        raise ConfigError(
+            f"loss.num_chunks = {num_chunks}: does not divide the {seq_len // cp} tokens of a "
+            "sequence on one context-parallel rank; choose a divisor of it"
+        )
     if cpu.on_cpu():
         return
-    cp, seq_len = run.parallelism.context_parallel_degree, run.training.seq_len
     if cp > 1 and seq_len % (cp * _FLEX_BLOCK):
         nearest = max(1, round(seq_len / (cp * _FLEX_BLOCK))) * cp * _FLEX_BLOCK
         raise ConfigError(
@@ -117,7 +115,7 @@ def _model_spec(run: RunConfig) -> ModelSpec:
         flavor="toml",
         model=build_model_config(run.model, seed=run.debug.seed, cpu=cpu.on_cpu()),
         parallelize_fn=parallelize,
-        pipelining_fn=pipeline_llm,
+        pipelining_fn=pipeline,
         post_optimizer_build_fn=None,  # the trainer's BalanceStep takes its place
         state_dict_adapter=family.state_dict_adapter,
     )
@@ -184,9 +182,7 @@ def _validator(run: RunConfig, rows: int, world_size: int) -> RelayValidator.Con
     v = run.validator
     # torchtitan counts a rank's batches; a validation step here is a whole global batch, so that
     # it reads the same rows for any number of ranks.
-    batches_per_step = rows // (
-        run.training.local_batch_size * data_parallel_degree(run, world_size)
-    )
+    batches_per_step = rows // (run.training.local_batch_size * degrees_of(run, world_size).batch)
     return RelayValidator.Config(
         enable=v.enable,
         freq=v.freq,

@@ -18,7 +18,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools import utils
 
 from titan_relay.config.schema import DataConfig
-from titan_relay.data import LaneReader
+from titan_relay.data import LaneReader, PackedRow, PrefetchingReader
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -51,7 +51,7 @@ class RelayDataLoader(BaseDataLoader):
         lanes_per_rank = config.global_batch_size // dp_world_size
         self._rows_per_batch = local_batch_size
         self._infinite = config.data.infinite
-        self._reader = LaneReader(
+        reader = LaneReader(
             config.data,
             tokenizer.inner,  # type: ignore[attr-defined]
             seq_len=seq_len,
@@ -59,11 +59,12 @@ class RelayDataLoader(BaseDataLoader):
             lanes=range(dp_rank * lanes_per_rank, (dp_rank + 1) * lanes_per_rank),
             seed=config.seed,
         )
+        # One step's rows are tokenized while the step before it computes.
+        self._reader = PrefetchingReader(reader, max_rows_ahead=lanes_per_rank)
 
     def __iter__(self) -> Iterator[Batch]:
-        rows = iter(self._reader)
         while True:
-            batch = _stack([next(rows) for _ in range(self._rows_per_batch)])
+            batch = _to_batch(self._reader.next_rows(self._rows_per_batch))
             if not self._infinite and not _any_rank_has_tokens(batch[1]):
                 return
             yield batch
@@ -77,10 +78,9 @@ class RelayDataLoader(BaseDataLoader):
         self._reader.load_state_dict(state_dict)
 
 
-def _stack(rows: list[Any]) -> Batch:
+def _to_batch(rows: PackedRow) -> Batch:
     inputs, labels, positions = (
-        torch.stack([torch.as_tensor(row[key]) for row in rows])
-        for key in ("input", "labels", "positions")
+        torch.from_numpy(rows[key]) for key in ("input", "labels", "positions")
     )
     positions = positions.masked_fill(labels == IGNORE_INDEX, -1)
     return {"input": inputs, "positions": positions}, labels

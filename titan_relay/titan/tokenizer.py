@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from titan_relay.config.schema import TokenizerConfig
-from titan_relay.data import build_tokenizer
+from titan_relay.data import load_tokenizer
 
 
 class RelayTokenizer(BaseTokenizer):
@@ -19,7 +19,7 @@ class RelayTokenizer(BaseTokenizer):
 
     def __init__(self, config: Config, *, tokenizer_path: str):
         super().__init__()
-        self.inner = build_tokenizer(config.settings)
+        self.inner = load_tokenizer(config.settings)
         self.eos_id = self.inner.eos_id
 
     def encode(self, text: str) -> list[int]:

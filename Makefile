@@ -1,0 +1,55 @@
+# Every target makes its own environment in .venv; a second call reuses it.
+#   make demo              train the demo model (DEMO_STEPS=360 goes on from its last checkpoint)
+#   make test              lint, types, tests
+#   PYTHON=python3.12      the interpreter to make .venv with (3.11 or newer)
+#   PIP_ARGS="..."         more arguments for pip, such as the index of torch's CPU builds
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+DEMO_STEPS ?= 300
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.PHONY: demo test test-slow lint types format docs clean
+
+demo: $(VENV)/.has-train
+	$(BIN)/python scripts/demo.py --steps $(DEMO_STEPS)
+
+test: lint types
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.has-test
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.has-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.has-test
+	$(BIN)/mypy
+
+format: $(VENV)/.has-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.has-train
+	$(BIN)/python -m titan_relay.config.reference > docs/config.md
+
+clean:
+	rm -rf $(VENV) outputs
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.has-train: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV), a minute or two ..."
+	$(INSTALL) -e '.[train]'
+	@touch $@
+
+$(VENV)/.has-test: $(VENV)/.has-train
+	@echo "Installing what the tests need ..."
+	$(INSTALL) -e '.[train,test]'
+	@touch $@

@@ -1,0 +1,86 @@
+"""The demo behind `make demo`: corpus, tokenizer, training on 4 ranks, and what came of it.
+
+Each stage is skipped when its output is there, so the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "outputs" / "demo_data"
+RUN = ROOT / "outputs" / "demo"
+CORPUS, RANKS, REPORT = DATA / "corpus", DATA / "tokenizer.tiktoken", DATA / "corpus.json"
+NUM_RANKS = 4
+END_OF_TEXT = "<|endoftext|>"
+
+
+def main() -> int:
+    """Run all stages; returns the exit code of the first that fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="train up to this step")
+    steps = parser.parse_args().steps
+    stages = [
+        ("[1/3] corpus: the standard library's source", _corpus_command(), CORPUS),
+        ("[2/3] tokenizer: byte-level BPE", _tokenizer_command(), REPORT),
+        (f"[3/3] training to step {steps} on {NUM_RANKS} ranks", _train_command(steps), None),
+    ]
+    for title, command, output in stages:
+        if output is not None and output.exists():
+            print(f"{title} (there already: {output.relative_to(ROOT)})", flush=True)
+            continue
+        print(title, flush=True)
+        exit_code = subprocess.run(command, cwd=ROOT).returncode
+        if exit_code:
+            return exit_code
+    _report(steps)
+    return 0
+
+
+def _corpus_command() -> list[str]:
+    return [sys.executable, "scripts/make_corpus.py", "--out", str(CORPUS)]
+
+
+def _tokenizer_command() -> list[str]:
+    files = ["--files", str(CORPUS / "train.jsonl"), "--special-tokens", END_OF_TEXT]
+    outputs = ["--out", str(RANKS), "--report", str(REPORT), "--vocab-size", "4096"]
+    return [sys.executable, "scripts/train_tokenizer.py", *files, *outputs]
+
+
+def _train_command(steps: int) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ranks = ["--nproc_per_node", str(NUM_RANKS)]
+    config = ["train.py", "--config", "train_configs/demo.toml", "--training.steps", str(steps)]
+    return [*torchrun, *ranks, *config]
+
+
+def _report(steps: int) -> None:
+    """Print the losses beside the entropy that a model of token frequencies alone would reach."""
+    entropy = json.loads(REPORT.read_text())["unigram_entropy_nats"]
+    train_step, train_loss = _last_point("loss")
+    validation_step, validation_loss = _last_point("validation/loss")
+    print(
+        f"\nUnigram entropy of the corpus    {entropy:.3f} nats per token\n"
+        f"Training loss at step {train_step:<10} {train_loss:.3f} ({train_loss - entropy:+.3f})\n"
+        f"Validation loss at step {validation_step:<8} {validation_loss:.3f} "
+        f"({validation_loss - entropy:+.3f})\n\n"
+        f"Curves:  {sys.executable} -m tensorboard.main --logdir {RUN.relative_to(ROOT) / 'tb'}\n"
+        f"Go on:   make demo DEMO_STEPS={steps + 60}\n"
+        "Change:  edit train_configs/demo.toml; every key is in docs/config.md"
+    )
+
+
+def _last_point(tag: str) -> tuple[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(RUN / "tb"), size_guidance={"scalars": 0}).Reload()
+    point = events.Scalars(tag)[-1]
+    return point.step, point.value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

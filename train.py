@@ -1,0 +1,8 @@
+"""Entry point: `torchrun --nproc_per_node N train.py --config FILE.toml [--section.key value ...]`."""
+
+import sys
+
+from titan_relay.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
