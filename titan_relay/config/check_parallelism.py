@@ -52,7 +52,7 @@ def _check_world(config: RunConfig, degrees: Degrees, world_size: int, sources: 
         "parallelism.data_parallel_shard_degree",
         degrees.dp_shard,
         f"{_product(degrees)} = {degrees.world}, but there are {world_size} ranks; "
-        f"{either(fixes)}{_expert_hint(degrees, world_size)}",
+        f"{', or '.join(fixes)}{_expert_hint(degrees, world_size)}",
     )
 
 
@@ -72,7 +72,7 @@ def _refuse_left_over(degrees: Degrees, world_size: int, sources: Sources) -> No
         f"parallelism.{_AXES[culprit]}",
         sizes[culprit],
         f"{words} = {others} does not divide the {world_size} ranks; "
-        f"{either(fixes)}{_expert_hint(degrees, world_size)}",
+        f"{', or '.join(fixes)}{_expert_hint(degrees, world_size)}",
     )
 
 

@@ -25,9 +25,7 @@ def check_pipeline(config: RunConfig, sources: Sources) -> None:
             "parallelism.pipeline_parallel_degree = 1",
         )
     _check_microbatches(config, sources)
-    stages = _num_stages(config, sources)
-    if config.parallelism.module_fqns_per_model_part is None:
-        _check_layers(config, stages, sources)
+    _check_stages(config, sources)
 
 
 def _check_microbatches(config: RunConfig, sources: Sources) -> None:
@@ -44,49 +42,92 @@ def _check_microbatches(config: RunConfig, sources: Sources) -> None:
         )
 
 
-def _num_stages(config: RunConfig, sources: Sources) -> int:
-    """Stages over all ranks; raises where the schedule cannot run that many per rank."""
-    asked, layers = config.parallelism, config.model.num_layers
+def _check_stages(config: RunConfig, sources: Sources) -> None:
+    """The schedule can run the stages that were asked for, each with enough layers."""
+    asked = config.parallelism
     degree, schedule = asked.pipeline_parallel_degree, asked.pipeline_parallel_schedule
-    key: str
-    value: object
     if asked.module_fqns_per_model_part is not None:
-        key, value = "module_fqns_per_model_part", asked.module_fqns_per_model_part
         stages = len(asked.module_fqns_per_model_part)
-    elif asked.pipeline_parallel_layers_per_stage is not None:
-        key, value = "pipeline_parallel_layers_per_stage", asked.pipeline_parallel_layers_per_stage
-        weight = layers + asked.pipeline_parallel_first_stage_less_layers
-        weight += asked.pipeline_parallel_last_stage_less_layers
-        stages = -(-weight // asked.pipeline_parallel_layers_per_stage)
-    else:
-        return degree * (1 if schedule in _SINGLE_STAGE else 2)
+        if not _fits(stages, degree, schedule):
+            raise sources.error(
+                "parallelism.module_fqns_per_model_part",
+                asked.module_fqns_per_model_part,
+                f"{_refusal(stages, degree, schedule)}; give {_wanted(degree, schedule)} lists",
+            )
+        return
+    stages = degree * (1 if schedule in _SINGLE_STAGE else 2)
+    if asked.pipeline_parallel_layers_per_stage is not None:
+        stages = _stages_of_layers(config, asked.pipeline_parallel_layers_per_stage)
+        _check_layers_per_stage(config, stages, sources)
+    _check_layers(config, stages, sources)
+
+
+def _fits(stages: int, degree: int, schedule: str) -> bool:
     per_rank, rest = divmod(stages, degree)
-    wanted = "exactly 1" if schedule in _SINGLE_STAGE else "at least 2"
-    wanted = "exactly 2" if schedule in _TWO_STAGES else wanted
-    fits = {"exactly 1": per_rank == 1, "exactly 2": per_rank == 2, "at least 2": per_rank >= 2}
-    if rest or not fits[wanted]:
-        count = 2 * degree if wanted != "exactly 1" else degree
-        raise sources.error(
-            f"parallelism.{key}",
-            value,
-            f"gives {stages} stages for {degree} ranks, but {schedule} needs {wanted} per rank; "
-            f"make it {count} stages" + (" (or a multiple)" if wanted == "at least 2" else ""),
-        )
-    return stages
+    if rest:
+        return False
+    if schedule in _SINGLE_STAGE:
+        return per_rank == 1
+    return per_rank == 2 if schedule in _TWO_STAGES else per_rank >= 2
+
+
+def _wanted(degree: int, schedule: str) -> str:
+    if schedule in _SINGLE_STAGE:
+        return str(degree)
+    return f"{2 * degree}" if schedule in _TWO_STAGES else f"{2 * degree} or {3 * degree} or more"
+
+
+def _refusal(stages: int, degree: int, schedule: str) -> str:
+    per_rank = {True: "1", False: "2" if schedule in _TWO_STAGES else "2 or more"}
+    needs = per_rank[schedule in _SINGLE_STAGE]
+    return f"is {stages} stages for {degree} ranks, but {schedule} needs {needs} per rank"
+
+
+def _stages_of_layers(config: RunConfig, layers_per_stage: int) -> int:
+    return -(-_weighted_layers(config) // layers_per_stage)
+
+
+def _weighted_layers(config: RunConfig) -> int:
+    """Layers, with the embedding and the head counted as the layers that they replace."""
+    asked = config.parallelism
+    return (
+        config.model.num_layers
+        + asked.pipeline_parallel_first_stage_less_layers
+        + asked.pipeline_parallel_last_stage_less_layers
+    )
+
+
+def _check_layers_per_stage(config: RunConfig, stages: int, sources: Sources) -> None:
+    asked = config.parallelism
+    degree, schedule = asked.pipeline_parallel_degree, asked.pipeline_parallel_schedule
+    value = asked.pipeline_parallel_layers_per_stage
+    if value is None or _fits(stages, degree, schedule):
+        return
+    legal = [
+        each
+        for each in range(1, _weighted_layers(config) + 1)
+        if _fits(_stages_of_layers(config, each), degree, schedule)
+    ]
+    near = [str(each) for each in nearest_few(value, legal, 2)]
+    raise sources.error(
+        "parallelism.pipeline_parallel_layers_per_stage",
+        value,
+        f"{_refusal(stages, degree, schedule)}; use {either([*near, 'none'])}",
+    )
 
 
 def _check_layers(config: RunConfig, stages: int, sources: Sources) -> None:
     asked, layers = config.parallelism, config.model.num_layers
     first = asked.pipeline_parallel_first_stage_less_layers
     last = asked.pipeline_parallel_last_stage_less_layers
-    per_stage = (layers + first + last) // stages
-    if per_stage == 0 or layers < stages - (first > 0) - (last > 0):
+    per_stage = _weighted_layers(config) // stages
+    if per_stage == 0:
         raise sources.error(
             "model.num_layers",
             layers,
             f"is too few for {stages} pipeline stages (degree {asked.pipeline_parallel_degree}, "
-            f"schedule {asked.pipeline_parallel_schedule}); use {stages} or more, or a lower "
-            "parallelism.pipeline_parallel_degree",
+            f"schedule {asked.pipeline_parallel_schedule}); use {stages - first - last} or more, "
+            "or a lower parallelism.pipeline_parallel_degree",
         )
     for which, less in (("first", first), ("last", last)):
         if less > per_stage:

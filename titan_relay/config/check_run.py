@@ -80,6 +80,19 @@ def check_reporting(config: RunConfig, sources: Sources) -> None:
             )
 
 
+def check_profiler(config: RunConfig, sources: Sources) -> None:
+    """Raise `ConfigError` for a profiling cycle too short for its warm-up and recording."""
+    profiler = config.profiler
+    needed = profiler.profiler_warmup + profiler.profiler_active
+    if profiler.enable_profiling and profiler.profile_freq < needed:
+        raise sources.error(
+            "profiler.profile_freq",
+            profiler.profile_freq,
+            f"must be at least profiler_warmup + profiler_active = {profiler.profiler_warmup} + "
+            f"{profiler.profiler_active} = {needed}",
+        )
+
+
 def check_checkpoint(config: RunConfig, sources: Sources, *, files: bool) -> None:
     """Raise `ConfigError` for checkpoint keys that contradict each other."""
     checkpoint = config.checkpoint

@@ -42,19 +42,19 @@ def limits(rule: Rule) -> str:
     return text + "".join(f" (or {value})" for value in rule.also)
 
 
-def short_type(annotation: Any) -> str:
-    """A type as one word or a list of choices, such as ``int``, ``"a" | "b"``, ``list of str``."""
+def short_type(annotation: Any, rule: Rule) -> str:
+    """Type and limits as ``int of at least 1 or none``, ``a | b``, ``list of str``."""
     inner = optional_of(annotation)
     if inner is not None:
-        return f"{short_type(inner)} or none"
+        return f"{short_type(inner, rule)}, or none"
     if choices_of(annotation):
         return " | ".join(choices_of(annotation))
     if item_of(annotation) is not None:
-        return f"list of {short_type(item_of(annotation))}"
+        return f"list of {short_type(item_of(annotation), Rule())}"
     if dataclasses.is_dataclass(annotation):
         return "tables"
     if annotation in _NOUNS:
-        return str(annotation.__name__)
+        return str(annotation.__name__) + limits(rule)
     return "table of int"
 
 

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from titan_relay.config.expectation import default_text, limits, short_type
+from titan_relay.config.expectation import default_text, short_type
 from titan_relay.config.keys import Key, fields_of, item_of, keys, sections
 
 _WIDTH = 100
@@ -40,10 +40,8 @@ def first_line(cls: type) -> str:
 
 
 def _key_text(key: Key) -> str:
-    kind = short_type(key.type) + limits(key.rule)
-    line = f"  --{key.path}  ({kind}; {default_text(key)})\n"
-    meaning = textwrap.fill(key.meaning, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return line + meaning + "\n" + _entry_text(key)
+    line = f"--{key.path}  ({short_type(key.type, key.rule)}; {default_text(key)})"
+    return _indented(line, 2) + _indented(key.meaning, 6) + _entry_text(key)
 
 
 def _entry_text(key: Key) -> str:
@@ -51,10 +49,23 @@ def _entry_text(key: Key) -> str:
     item = item_of(key.type)
     if not isinstance(item, type) or not hasattr(item, "__dataclass_fields__"):
         return ""
-    lines = (
-        f"        {each.name} ({short_type(each.type)}; {default_text(each)}): {each.meaning}"
+    return "".join(
+        f"        {each.name}  ({short_type(each.type, each.rule)}; {default_text(each)})\n"
+        + _indented(each.meaning, 12)
         for each in fields_of(item, key.path)
     )
+
+
+def _indented(text: str, num_spaces: int) -> str:
+    """`text` in indented lines of at most `_WIDTH` characters."""
     return (
-        "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 10) for line in lines) + "\n"
+        textwrap.fill(
+            text,
+            _WIDTH,
+            initial_indent=" " * num_spaces,
+            subsequent_indent=" " * max(num_spaces, 6),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        + "\n"
     )

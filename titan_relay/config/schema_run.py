@@ -151,7 +151,7 @@ class ProfilerConfig:
 class DebugConfig:
     """Repeatability and fault finding."""
 
-    seed: int = option(0, at_least=0, at_most=2**63 - 1)
+    seed: int = option(0, at_least=0)
     """Initial weights, the order of the documents and all other randomness follow from it, and
     not from the number of ranks."""
 

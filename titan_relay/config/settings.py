@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_relay.config.errors import ConfigError, Place
+from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place
 from titan_relay.config.expectation import expectation
 from titan_relay.config.keys import REQUIRED, keys, sections
 from titan_relay.config.schema import RunConfig
@@ -40,8 +40,10 @@ class Sources:
 
     def error(self, key: str, value: Any, fix: str) -> ConfigError:
         """An error about `key` that names its source, or the main file if it is a default."""
+        source = self.given.get(key, self.main)
+        option = f"--{key}" if source == COMMAND_LINE else key
         note = "" if key in self.given else " (default)"
-        return Place(self.given.get(key, self.main), key).error(value, fix, note)
+        return Place(source, option).error(value, fix, note)
 
 
 def read_tables(tables: Mapping[str, Any], source: str) -> dict[str, Setting]:

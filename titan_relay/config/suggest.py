@@ -69,12 +69,10 @@ def where_section_belongs(path: str) -> str:
     if path in _MOVED:
         return f"it is {_MOVED[path]} here"
     named = [section for section in sections() if section]
-    close = nearest(path, named)
+    same_end = [section for section in named if section.rpartition(".")[2] == path]
+    close = same_end[0] if same_end else nearest(path, named)
     if close:
         return f"did you mean [{close}]?"
-    same_end = [section for section in named if section.rpartition(".")[2] == path]
-    if same_end:
-        return f"did you mean [{same_end[0]}]?"
     top_level = [f"[{section}]" for section in named if "." not in section]
     return f"known: {', '.join(top_level)}"
 

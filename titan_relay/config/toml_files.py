@@ -13,6 +13,7 @@ from typing import Any
 from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place
 from titan_relay.config.settings import Setting, read_tables
 from titan_relay.config.suggest import nearest
+from titan_relay.config.toml_text import WrittenFloat
 
 _BASE = "base"
 _PLAINER = {
@@ -84,7 +85,7 @@ def _decode(content: bytes, path: Path) -> str:
 
 def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text, parse_float=WrittenFloat)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(str(error), text, path) from None
     except (ValueError, RecursionError) as error:
@@ -106,4 +107,6 @@ def _syntax_error(message: str, text: str, path: Path) -> ConfigError:
         reason = "this table is already there above; put its keys into one"
     elif reason == "Invalid value":
         reason = "not a TOML value; text goes in quotes"
+    elif reason == r"Illegal character '\n'":
+        reason = "text in quotes must end on its line"
     return ConfigError(f"{path}: line {number}: {line}: {_PLAINER.get(reason, reason)}")

@@ -10,6 +10,17 @@ from typing import Any
 from titan_relay.config.schema import RunConfig
 
 
+class WrittenFloat(float):
+    """A float that remembers how it was written, so that a message can show ``1e3``."""
+
+    def __new__(cls, text: str) -> "WrittenFloat":
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
+
+    text: str
+
+
 def toml_value(value: Any) -> str:
     """One value on one line: scalars, lists, and dicts as inline tables."""
     if value is None:
@@ -25,6 +36,8 @@ def toml_value(value: Any) -> str:
             return "{}"
         items = (f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items())
         return "{ " + ", ".join(items) + " }"
+    if isinstance(value, WrittenFloat):
+        return value.text
     if isinstance(value, int | float):
         return repr(value)
     return str(value)  # dates and times, which only appear in messages

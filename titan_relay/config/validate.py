@@ -12,6 +12,7 @@ from titan_relay.config.check_run import (
     check_checkpoint,
     check_debug,
     check_model,
+    check_profiler,
     check_recompute,
     check_reporting,
     check_schedule,
@@ -38,6 +39,7 @@ def validate(
     check_schedule(config, sources)
     check_recompute(config, sources)
     check_debug(config, sources)
+    check_profiler(config, sources)
     check_checkpoint(config, sources, files=files)
     check_reporting(config, sources)
     check_data(config, sources, files=files)

@@ -21,6 +21,7 @@ from titan_relay.config.keys import (
 )
 from titan_relay.config.option import Rule
 from titan_relay.config.suggest import nearest
+from titan_relay.config.toml_text import WrittenFloat
 
 _LARGEST_INT = 2**63 - 1  # TOML's integers have 64 bits
 
@@ -152,6 +153,8 @@ def _spelling(annotation: Any, raw: Any) -> str:
     """How to write what was probably meant, or ""."""
     if annotation is int and isinstance(raw, float) and raw.is_integer():
         return f"; write {int(raw)}"
+    if annotation is int and isinstance(raw, int) and abs(raw) > _LARGEST_INT:
+        return "; integers have 64 bits"
     if annotation is str and not isinstance(raw, str | list | dict):
         return f'; write "{shown(raw)}" in quotes'
     if item_of(annotation) is not None and isinstance(raw, str) and raw:
@@ -168,7 +171,7 @@ def _spelling(annotation: Any, raw: Any) -> str:
 def parse_toml_value(text: str) -> Any:
     """The TOML value that `text` spells, or None where it spells none."""
     try:
-        parsed = tomllib.loads(f"v = {text}")
+        parsed = tomllib.loads(f"v = {text}", parse_float=WrittenFloat)
     except (ValueError, RecursionError):
         return None
     return parsed["v"] if list(parsed) == ["v"] else None

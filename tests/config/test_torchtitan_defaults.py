@@ -1,0 +1,75 @@
+"""Keys that torchtitan has too keep its names and its defaults, except where we say otherwise."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from titan_relay.config.keys import Key, keys
+
+pytest.importorskip("torchtitan")
+
+# Keys whose default is deliberately ours, with the reason.
+_OURS = {
+    "debug.seed": "a run can be repeated without asking for it",
+    "dump_folder": 'torchtitan writes "./outputs", the same folder',
+}
+_FIELDLESS = {
+    "activation_checkpoint.mode": "torchtitan chooses the policy by class",
+    "validator.data": "a section of ours",
+}
+
+
+def _same_name_keys() -> list[Key]:
+    from titan_relay.config.reference import same_in_torchtitan
+
+    return [
+        key for key in keys().values() if same_in_torchtitan(key) and key.path not in _FIELDLESS
+    ]
+
+
+def _torchtitan_sections() -> dict[str, list[type]]:
+    from torchtitan.components.checkpointer.dcp import CheckpointManager
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
+    from torchtitan.components.validate import Validator
+    from torchtitan.config import configs
+    from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
+    from torchtitan.tools.profiler import Profiler
+    from torchtitan.trainer import Trainer
+
+    return {
+        "": [Trainer.Config],
+        "training": [configs.TrainingConfig],
+        "parallelism": [configs.ParallelismConfig],
+        "optimizer": [OptimizersContainer.Config],
+        "lr_scheduler": [LRSchedulersContainer.Config],
+        "activation_checkpoint": [FullAC.Config, MemoryBudgetAC.Config],
+        "compile": [configs.CompileConfig],
+        "checkpoint": [CheckpointManager.Config],
+        "validator": [Validator.Config],
+        "metrics": [MetricsProcessor.Config],
+        "comm": [configs.CommConfig],
+        "profiler": [Profiler.Config],
+        "debug": [configs.DebugConfig],
+    }
+
+
+def _default(field: Any) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+@pytest.mark.slow  # imports torchtitan's trainer
+def test_names_and_defaults_are_torchtitans() -> None:
+    sections = _torchtitan_sections()
+    for key in _same_name_keys():
+        fields = {
+            field.name: field for cls in sections[key.section] for field in dataclasses.fields(cls)
+        }
+        assert key.name in fields, f"torchtitan has no {key.path}"
+        ours = list(key.default) if isinstance(key.default, tuple) else key.default
+        if key.path not in _OURS:
+            assert ours == _default(fields[key.name]), key.path

@@ -1,0 +1,193 @@
+"""Keys that contradict each other, and data and tokenizers that are not there."""
+
+from tests.config.wrong import Wrong
+
+COMBINATIONS = [
+    Wrong(
+        "more experts per token than experts",
+        "case.toml: model.moe.top_k = 17: must be at most model.moe.num_experts = 16",
+        toml="[model.moe]\ntop_k = 17",
+    ),
+    Wrong(
+        "heads not divisible by key heads",
+        "case.toml: model.num_kv_heads = 3: must divide model.num_heads = 4; use 1, 2 or 4",
+        toml="[model]\nnum_kv_heads = 3",
+    ),
+    Wrong(
+        "odd head",
+        "case.toml: model.head_dim = 15: must be even for rotary embeddings; use 14 or 16",
+        toml="[model]\nhead_dim = 15",
+    ),
+    Wrong(
+        "schedule shorter than training",
+        "case.toml: lr_scheduler.total_steps = 10: must be at least training.steps = 20; "
+        "past its end the learning rate is undefined",
+        toml="[lr_scheduler]\ntotal_steps = 10",
+    ),
+    Wrong(
+        "memory budget without compile",
+        'case.toml: activation_checkpoint.mode = "memory_budget": needs compile.enable = '
+        'true with "model" in compile.components; or use "none", "selective" or "full"',
+        toml='[activation_checkpoint]\nmode = "memory_budget"',
+    ),
+    Wrong(
+        "warning only without determinism",
+        "case.toml: debug.deterministic_warn_only = true: needs debug.deterministic = true",
+        toml="[debug]\ndeterministic_warn_only = true",
+    ),
+    Wrong(
+        "short profiling cycle",
+        "case.toml: profiler.profile_freq = 3: must be at least profiler_warmup + "
+        "profiler_active = 3 + 1 = 4",
+        toml="[profiler]\nenable_profiling = true\nprofile_freq = 3",
+    ),
+    Wrong(
+        "Hugging Face checkpoint without a path",
+        "case.toml: checkpoint.initial_load_in_hf = true: needs checkpoint.initial_load_path",
+        toml="[checkpoint]\nenable = true\ninitial_load_in_hf = true",
+    ),
+    Wrong(
+        "Hugging Face save of everything",
+        "case.toml: checkpoint.last_save_model_only = false: checkpoint.last_save_in_hf = "
+        "true writes only the model; use true",
+        toml="[checkpoint]\nenable = true\nlast_save_in_hf = true\nlast_save_model_only = false",
+    ),
+    Wrong(
+        "relative checkpoint path",
+        'case.toml: checkpoint.initial_load_path = "old": must be an absolute path; write '
+        '"{folder}/old"',
+        toml='[checkpoint]\nenable = true\ninitial_load_path = "old"',
+    ),
+    Wrong(
+        "checkpoint path that is not there",
+        'case.toml: checkpoint.initial_load_path = "/nonexistent/old": no such folder',
+        toml='[checkpoint]\nenable = true\ninitial_load_path = "/nonexistent/old"',
+    ),
+    Wrong(
+        "first checkpoint of a run that saves nothing",
+        "case.toml: checkpoint.enable_first_step_checkpoint = true: checkpoint.load_only = "
+        "true saves nothing; use false",
+        toml="[checkpoint]\nenable = true\nload_only = true\nenable_first_step_checkpoint = true",
+    ),
+]
+
+DATA = [
+    Wrong(
+        "no documents",
+        "case.toml: data.files = []: no documents; give data.files, data.dataset or data.mixture",
+        toml="[data]\nfiles = []",
+    ),
+    Wrong(
+        "documents from two places",
+        'good.toml: data.files = ["corpus/*.jsonl"]: data.dataset is given too; give one of them',
+        toml='[data]\ndataset = "allenai/c4"',
+    ),
+    Wrong(
+        "subset without a dataset",
+        'case.toml: data.subset = "en": needs data.dataset',
+        toml='[data]\nsubset = "en"',
+    ),
+    Wrong(
+        "glob that matches nothing",
+        'case.toml: data.files = "corpus/*.parquet": matches no file (from the folder {folder})',
+        toml='[data]\nfiles = ["corpus/*.parquet"]',
+    ),
+    Wrong(
+        "misspelt file",
+        'case.toml: data.files = "corpus/trian.jsonl": no such file; did you mean '
+        "corpus/train.jsonl?",
+        toml='[data]\nfiles = ["corpus/trian.jsonl"]',
+    ),
+    Wrong(
+        "folder for a file",
+        'case.toml: data.files = "corpus": is a folder; name its files, such as "corpus/*.jsonl"',
+        toml='[data]\nfiles = ["corpus"]',
+    ),
+    Wrong(
+        "file in a folder that is not there",
+        'case.toml: data.files = "corpora/train.jsonl": no such file; there is no folder '
+        "corpora in {folder}",
+        toml='[data]\nfiles = ["corpora/train.jsonl"]',
+    ),
+    Wrong(
+        "file of another kind",
+        'case.toml: data.files = "corpus/notes.md": must end in .jsonl, .json, .parquet or .txt',
+        toml='[data]\nfiles = ["corpus/*"]',
+    ),
+    Wrong(
+        "mixture with a name twice",
+        'case.toml: data.mixture = ["a", "a"]: the name "a" is there twice; give each its own',
+        toml=(
+            '[data]\nfiles = []\n[[data.mixture]]\nname = "a"\nweight = 1\nfiles = '
+            '["corpus/train.jsonl"]\n[[data.mixture]]\nname = "a"\nweight = 1\nfiles = '
+            '["corpus/train.jsonl"]'
+        ),
+    ),
+    Wrong(
+        "mixture entry with nothing to read",
+        'case.toml: data.mixture = ["a"]: "a" needs either dataset or files, and not both',
+        toml='[data]\nfiles = []\n[[data.mixture]]\nname = "a"\nweight = 1',
+    ),
+    Wrong(
+        "validation that never ends",
+        "case.toml: validator.data.infinite = true: validator.steps = -1 reads all of it, "
+        "which would never end; use false, or a number of validator.steps",
+        toml=(
+            '[validator]\nenable = true\n[validator.data]\nfiles = ["corpus/train.jsonl"]'
+            "\ninfinite = true"
+        ),
+    ),
+    Wrong(
+        "validation without documents",
+        "case.toml: validator.data.files = [] (default): no documents; give "
+        "validator.data.files, validator.data.dataset or validator.data.mixture",
+        toml="[validator]\nenable = true",
+    ),
+    Wrong(
+        "no tokenizer",
+        'case.toml: tokenizer.path = "": name a tiktoken rank file or a Hugging Face '
+        "tokenizer folder",
+        toml='[tokenizer]\npath = ""',
+    ),
+    Wrong(
+        "tokenizer that is not there",
+        'case.toml: tokenizer.path = "tokeniser.tiktoken": no such file or folder; did you '
+        "mean tokenizer.tiktoken?",
+        toml='[tokenizer]\npath = "tokeniser.tiktoken"',
+    ),
+    Wrong(
+        "folder for a rank file",
+        'case.toml: tokenizer.path = "corpus": is a folder, but kind = "tiktoken" needs a '
+        'rank file; or use kind = "huggingface"',
+        toml='[tokenizer]\npath = "corpus"',
+    ),
+    Wrong(
+        "tokenizer folder without a tokenizer",
+        'case.toml: tokenizer.path = "corpus": has no tokenizer.json',
+        toml='[tokenizer]\nkind = "huggingface"\npath = "corpus"',
+    ),
+    Wrong(
+        "misspelt pattern",
+        'case.toml: tokenizer.pattern = "qwen": must be gpt2, cl100k, o200k, llama3 or '
+        "qwen2, or a regular expression",
+        toml='[tokenizer]\npattern = "qwen"',
+    ),
+    Wrong(
+        "no eos token",
+        'case.toml: tokenizer.eos_token = "none": a rank file names no eos token; name '
+        "one, or set tokenizer.add_eos = false",
+        toml='[tokenizer]\neos_token = "none"',
+    ),
+    Wrong(
+        "token id beyond the vocabulary",
+        'case.toml: tokenizer.special_tokens = { "<|endoftext|>" = 512 }: must be below '
+        "model.vocab_size = 512",
+        toml='[tokenizer]\nspecial_tokens = { "<|endoftext|>" = 512 }',
+    ),
+    Wrong(
+        "two tokens with one id",
+        'case.toml: tokenizer.special_tokens = { "<a>" = 5, "<|endoftext|>" = 5 }: every '
+        "token needs its own id",
+        toml='[tokenizer]\nspecial_tokens = { "<a>" = 5, "<|endoftext|>" = 5 }',
+    ),
+]

@@ -1,0 +1,127 @@
+"""Writes ``docs/config.md``: every key with type, default, meaning and torchtitan's name for it.
+
+python -m titan_relay.config.reference > docs/config.md
+"""
+
+import sys
+
+from titan_relay.config.expectation import default_text, short_type
+from titan_relay.config.help_text import first_line
+from titan_relay.config.keys import Key, fields_of, item_of, keys, sections
+
+# Sections whose keys set the torchtitan field of the same name, unless a key says otherwise.
+_SAME_IN_TORCHTITAN = (
+    "",
+    "training",
+    "parallelism",
+    "optimizer",
+    "lr_scheduler",
+    "activation_checkpoint",
+    "compile",
+    "checkpoint",
+    "validator",
+    "metrics",
+    "comm",
+    "profiler",
+    "debug",
+)
+
+_INTRODUCTION = """\
+# Configuration
+
+This page is generated: `python -m titan_relay.config.reference > docs/config.md`.
+
+A run is described by one TOML file and, over it, by the command line:
+
+```
+torchrun --nproc_per_node 8 train.py --config train_configs/my_model.toml --training.steps 500
+```
+
+**Precedence.** Command line, then file, then the files it names as `base`, then the default.
+`--print-config` prints the outcome as TOML, every key included; that file gives the same run.
+
+**Files.** UTF-8. `base = "common.toml"` at the top of a file (or a list of names, the later over
+the earlier) names files to extend, relative to the file itself. Tables are merged key by key;
+lists are replaced. All other paths are relative to the working directory.
+
+**Values.** A value has the type of its key, exactly: `"42"`, `42.0` and `1e3` are no integers and
+`"false"` is no boolean; only an integer may stand for a float. TOML has no null: `"none"` unsets a
+key whose type says "or none". On the command line, text needs no quotes, a list is written
+`a,b` or `'["a", "b"]'`, a boolean `true`, `false`, or the option alone for true; of a key given
+twice the last value counts.
+
+**Errors.** An unknown key, a wrong type, a value out of range, or keys that do not go together end
+the run before anything is built: one line with the file (or "command line"), the key, the value,
+and what would be right, and exit code 2.
+
+**Ranks.** `data_parallel_replicate_degree * data_parallel_shard_degree * context_parallel_degree *
+tensor_parallel_degree * pipeline_parallel_degree` is the number of ranks.
+`expert_parallel_degree` is no factor of it: the ring of experts runs over ranks of `dp_shard`, `cp`
+and `tp`, so it divides their product, and the number of experts.
+
+## What is computed in which type
+
+| What | Type |
+|---|---|
+| Parameters, their gradients, optimizer states | `training.dtype` |
+| Computation of the layers, parameters gathered by FSDP | `training.mixed_precision_param` |
+| Sums of gradients over ranks | `training.mixed_precision_reduce` |
+| Experts on the ring | `training.mixed_precision_param` |
+| Expert weight gradients on the ring | `relay.grad_dtype` |
+| Router: logits, scores, auxiliary loss and z-loss | float32 |
+| Loss, from the logits on | float32 |
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    return _INTRODUCTION + "".join(_section(path) for path in sections())
+
+
+def _section(path: str) -> str:
+    title = f"`[{path}]`" if path else "Top level"
+    members = [key for key in keys().values() if key.section == path]
+    rows = "".join(_row(key) for key in members)
+    entries = "".join(_entry_table(key) for key in members)
+    return f"\n## {title}\n\n{first_line(sections()[path])}\n\n{_HEAD}{rows}{entries}"
+
+
+_HEAD = "| Key | Type | Default | Meaning | In torchtitan |\n|---|---|---|---|---|\n"
+
+
+def _row(key: Key) -> str:
+    kind = _cell(short_type(key.type, key.rule))
+    default = "required" if default_text(key) == "required" else f"`{_cell(default_text(key))}`"
+    return f"| `{key.name}` | {kind} | {default} | {_cell(key.meaning)} | {_torchtitan(key)} |\n"
+
+
+def same_in_torchtitan(key: Key) -> bool:
+    """Whether torchtitan has a field of the same dotted path."""
+    return key.rule.titan is None and key.section in _SAME_IN_TORCHTITAN
+
+
+def _torchtitan(key: Key) -> str:
+    if same_in_torchtitan(key):
+        return "same"
+    if not key.rule.titan:
+        return "-"
+    prefix = "validator." if key.section.startswith("validator.") else ""
+    return f"`{prefix}{_cell(key.rule.titan)}`"
+
+
+def _entry_table(key: Key) -> str:
+    item = item_of(key.type)
+    if not isinstance(item, type) or not hasattr(item, "__dataclass_fields__"):
+        return ""
+    if key.section != "data":
+        return f"\nEntries of `[[{key.path}]]` are those of `[[data.mixture]]`.\n"
+    rows = "".join(_row(each) for each in fields_of(item, key.path))
+    return f"\n### `[[{key.path}]]`\n\n{first_line(item)}\n\n{_HEAD}{rows}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
