@@ -21,6 +21,7 @@ from typing import Any
 from titan_relay.config.schema_data import MixtureEntry
 from titan_relay.data.documents import BadDocument, Document, Row, check_row, missing_column
 from titan_relay.data.errors import DataError
+from titan_relay.data.patience import max_bad_in_a_row
 from titan_relay.data.permutation import SeededPermutation
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class HubStream:
         self._any_usable = False
         self._rewind([0, 0, 0, 0])
         self._wanted = {lane: lane for lane in lanes}
-        logger.info("data %s: streaming %s, %d shards", self.name, self._title, self._num_shards)
+        logger.info("source %s: streaming %s, %d shards", self.name, self._title, self._num_shards)
 
     @property
     def _title(self) -> str:
@@ -67,8 +68,10 @@ class HubStream:
         return f"{self._entry.dataset}{subset} ({self._entry.split})"
 
     @property
-    def num_documents(self) -> int | None:
-        return self._num_documents
+    def max_bad_in_a_row(self) -> int | None:
+        if self._num_documents is None:
+            return None
+        return max_bad_in_a_row(self._num_documents, self._shuffle)
 
     def read(self, running_index: int) -> Row | None:
         self._wanted[running_index % self._num_lanes] = running_index
@@ -86,7 +89,7 @@ class HubStream:
         first = min(mark[0] for mark in bookmarks)
         self._rewind(next(list(mark) for mark in bookmarks if mark[0] == first))
         self._wanted = {index % self._num_lanes: index for index in running_indices}
-        logger.info("data %s: reading on from document %d", self.name, self._next_index)
+        logger.info("source %s: reading on from document %d", self.name, self._next_index)
 
     def close(self) -> None:
         self._examples = iter(())
@@ -140,7 +143,7 @@ class HubStream:
             rows: list[tuple[int, Any]] = list(islice(self._examples, WINDOW_DOCUMENTS))
         except Exception as error:  # whatever the hub's readers raise for broken files or network
             raise DataError(
-                f"data {self.name}: cannot read {self._title}, shard {self._shard}, "
+                f"source {self.name}: cannot read {self._title}, shard {self._shard}, "
                 f"after document {self._offset}: {error}"
             ) from error
         self._offset += len(rows)
@@ -156,7 +159,7 @@ class HubStream:
             self._shard = self._num_shards
             return False
         self._epoch, self._shard, self._epoch_start = self._epoch + 1, 0, self._next_index
-        logger.info("data %s: epoch %d begins", self.name, self._epoch + 1)
+        logger.info("source %s: epoch %d begins", self.name, self._epoch + 1)
         return True
 
     def _keep(self, running_index: int, offset: int, row: Any) -> None:
@@ -185,7 +188,7 @@ class HubStream:
         first = self._first_bad
         detail = f"; the first: {first.where}: {first.reason}" if first else ""
         raise DataError(
-            f"data {self.name}: none of the first {num_read} documents of {self._title} is usable"
+            f"source {self.name}: none of the first {num_read} documents of {self._title} is usable"
             + detail
         )
 

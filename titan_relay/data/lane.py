@@ -82,7 +82,7 @@ class Lane:
         """The next row; all padding when every source of a finite lane has ended.
 
         Raises DataError for a bad document under "stop", and when a lane of an endless source
-        has met nothing but bad documents for as many documents as an epoch has.
+        has met `max_bad_in_a_row` bad documents.
         """
         row = {
             "input": np.full(self._seq_len, self._pad_id, dtype=np.int64),
@@ -141,11 +141,11 @@ class Lane:
             self._refuse_to_spin(index, num_bad_in_a_row, bad)
 
     def _refuse_to_spin(self, index: int, num_bad_in_a_row: int, last: BadDocument) -> None:
-        limit = self._sources[index].num_documents
+        limit = self._sources[index].max_bad_in_a_row
         if limit is not None and num_bad_in_a_row > limit:
             raise DataError(
-                f"data {self._sources[index].name}: lane {self.lane} of {self._num_lanes} met "
-                f"{num_bad_in_a_row} bad documents in a row, more than an epoch has; the last: "
+                f"source {self._sources[index].name}: lane {self.lane} of {self._num_lanes} met "
+                f"{num_bad_in_a_row} bad documents in a row and gives up; the last: "
                 f"{last.where}: {last.reason}"
             )
 
@@ -154,7 +154,7 @@ class Lane:
         ids = self._tokenizer.encode(row.text) if row and not isinstance(row, BadDocument) else []
         if len(ids) - 1 <= self.state.offset:
             raise DataError(
-                f"data {self._sources[index].name}: the document that lane {self.lane} was "
+                f"source {self._sources[index].name}: the document that lane {self.lane} was "
                 "reading is no longer the same; the files changed since the checkpoint"
             )
         return np.asarray(ids, dtype=np.int64)

@@ -72,7 +72,7 @@ class LocalDocuments:
         if not len(self):
             raise DataError(f"{key}: no documents in {', '.join(map(str, paths[:5]))}")
         self.fingerprint = _fingerprint(paths, text_column)
-        logger.info("data %s: %d documents in %d file(s)", name, len(self), len(paths))
+        logger.info("source %s: %d documents in %d file(s)", name, len(self), len(paths))
 
     def _open(self, paths: list[Path], text_column: str) -> list[DocumentFile]:
         parts: list[DocumentFile] = []

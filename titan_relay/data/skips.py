@@ -33,6 +33,6 @@ class SkipPolicy:
         self.counts[source_name] += 1
         count = self.counts[source_name]
         if count <= _MAX_WARNINGS:
-            logger.warning("data %s: skipped %s: %s", source_name, bad.where, bad.reason)
+            logger.warning("source %s: skipped %s: %s", source_name, bad.where, bad.reason)
         if count == _MAX_WARNINGS:
-            logger.warning("data %s: further bad documents are only counted", source_name)
+            logger.warning("source %s: further bad documents are only counted", source_name)

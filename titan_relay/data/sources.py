@@ -15,6 +15,7 @@ from titan_relay.data.documents import BadDocument, Document, Row
 from titan_relay.data.errors import DataError
 from titan_relay.data.hub_stream import HubStream
 from titan_relay.data.local_files import LocalDocuments
+from titan_relay.data.patience import max_bad_in_a_row
 from titan_relay.data.permutation import SeededPermutation
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ class Source(Protocol):
     infinite: bool
 
     @property
-    def num_documents(self) -> int | None:
-        """Documents of one epoch; None while a stream has not ended once."""
+    def max_bad_in_a_row(self) -> int | None:
+        """Bad documents after which a lane may give up; None while that cannot be told."""
 
     def read(self, running_index: int) -> Row | None:
         """The document, or None after the last one of a finite source."""
@@ -59,7 +60,12 @@ class LocalSource:
 
     @property
     def num_documents(self) -> int:
+        """Documents of one epoch."""
         return len(self._documents)
+
+    @property
+    def max_bad_in_a_row(self) -> int:
+        return max_bad_in_a_row(self.num_documents, self._shuffle)
 
     def read(self, running_index: int) -> Row | None:
         epoch, position = divmod(running_index, self.num_documents)
@@ -67,7 +73,7 @@ class LocalSource:
             return None
         if epoch > self._last_epoch:
             self._last_epoch = epoch
-            logger.info("data %s: epoch %d begins", self.name, epoch + 1)
+            logger.info("source %s: epoch %d begins", self.name, epoch + 1)
         return self._documents.read(self._order(epoch)[position] if self._shuffle else position)
 
     def _order(self, epoch: int) -> SeededPermutation:
@@ -97,11 +103,11 @@ class LocalSource:
                 if num_tokens(row.text) > 1:
                     return
                 row = BadDocument(row.where, "the text is a single token")
-            if first_bad is None or first_bad.blank_line:
+            if first_bad is None or (first_bad.blank_line and not row.blank_line):
                 first_bad = row
         assert first_bad is not None
         raise DataError(
-            f"data {self.name}: none of its {self.num_documents} documents is usable; "
+            f"source {self.name}: none of its {self.num_documents} documents is usable; "
             f"the first: {first_bad.where}: {first_bad.reason}"
         )
 

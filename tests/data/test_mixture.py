@@ -1,0 +1,80 @@
+"""Shares of a mixture are shares of tokens, in every lane, from the first step on."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.support import byte_tokenizer, open_reader, write_jsonl
+from titan_relay.config.schema_data import DataConfig, MixtureEntry
+from titan_relay.data import DataError, num_valid_tokens
+from titan_relay.data.mixture import choose_source
+
+
+def mixture(folder: Path, *, infinite: bool = True) -> DataConfig:
+    """Weights 3 : 1 over documents of 8 and of 120 tokens."""
+    short = write_jsonl(folder / "short.jsonl", ["a" * 8] * 50)
+    long = write_jsonl(folder / "long.jsonl", ["b" * 120] * 50)
+    return DataConfig(
+        infinite=infinite,
+        mixture=(
+            MixtureEntry(name="short", weight=3.0, files=(str(short),)),
+            MixtureEntry(name="long", weight=1.0, files=(str(long),)),
+        ),
+    )
+
+
+def test_weights_are_shares_of_tokens_not_of_documents(tmp_path: Path) -> None:
+    reader = open_reader(mixture(tmp_path), byte_tokenizer(tmp_path), seq_len=64)
+    rows = [reader.next_rows() for _ in range(60)]
+    shares = np.array(
+        [np.mean([row["input"][lane] == ord("b") for row in rows]) for lane in range(4)]
+    )
+    # Each lane is off by at most one long document: 120 of 3840 tokens.
+    assert np.all(np.abs(shares - 0.25) < 120 / 3840)
+    tokens = reader.num_tokens
+    assert abs(tokens["long"] / sum(tokens.values()) - 0.25) < 0.03
+
+
+def test_the_first_step_is_a_mixture_already() -> None:
+    first = [choose_source([0.5, 0.3, 0.2], [0, 0, 0], [True] * 3, lane) for lane in range(100)]
+    counts = [first.count(index) for index in range(3)]
+    assert counts == pytest.approx([50, 30, 20], abs=2)  # a low-discrepancy sequence
+
+
+def test_the_source_furthest_behind_is_next() -> None:
+    assert choose_source([0.5, 0.5], [10, 9], [True, True], 0) == 1
+    assert choose_source([0.5, 0.5], [9, 10], [True, True], 0) == 0
+    assert choose_source([0.9, 0.1], [80, 20], [True, True], 0) == 0
+    assert choose_source([0.5, 0.5], [10, 10], [True, True], 0) == 0
+    assert choose_source([0.9, 0.1], [80, 20], [False, True], 0) == 1
+    assert choose_source([0.9, 0.1], [80, 20], [False, False], 0) is None
+
+
+def test_a_finite_mixture_reads_every_source_to_its_end(tmp_path: Path) -> None:
+    reader = open_reader(mixture(tmp_path, infinite=False), byte_tokenizer(tmp_path), seq_len=64)
+    total = 0
+    while valid := num_valid_tokens(reader.next_rows()["labels"]):
+        total += valid
+    assert total == 50 * 8 + 50 * 120
+    assert reader.num_tokens == {"short": 400, "long": 6000}
+
+
+def test_impossible_mixtures_are_refused(tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path / "d.jsonl", ["text"]))
+    entry = MixtureEntry(name="a", weight=1.0, files=(path,))
+    cases = [
+        (DataConfig(), "exactly one of dataset, files and mixture"),
+        (DataConfig(files=(path,), mixture=(entry,)), "exactly one of"),
+        (DataConfig(mixture=(entry, entry)), 'names "a" twice'),
+        (DataConfig(mixture=(MixtureEntry(name="b", weight=1.0),)), "either dataset or files"),
+        (DataConfig(mixture=(MixtureEntry(name="b", weight=0.0, files=(path,)),)), "above 0"),
+        (
+            DataConfig(mixture=(MixtureEntry(name="b", weight=1.0, files=("none",)),)),
+            'data.mixture "b" files: "none" matches no file',
+        ),
+    ]
+    for config, message in cases:
+        with pytest.raises(DataError) as caught:
+            open_reader(config, byte_tokenizer(tmp_path))
+        assert message in str(caught.value)
