@@ -3,32 +3,18 @@
 import dataclasses
 from typing import Any
 
-import pytest
-
-from titan_relay.config.keys import Key, keys
-
-pytest.importorskip("torchtitan")
+from titan_relay.config.keys import keys
+from titan_relay.config.reference import same_in_torchtitan
 
 # Keys whose default is deliberately ours, with the reason.
 _OURS = {
     "debug.seed": "a run can be repeated without asking for it",
     "dump_folder": 'torchtitan writes "./outputs", the same folder',
 }
-_FIELDLESS = {
-    "activation_checkpoint.mode": "torchtitan chooses the policy by class",
-    "validator.data": "a section of ours",
-}
-
-
-def _same_name_keys() -> list[Key]:
-    from titan_relay.config.reference import same_in_torchtitan
-
-    return [
-        key for key in keys().values() if same_in_torchtitan(key) and key.path not in _FIELDLESS
-    ]
 
 
 def _torchtitan_sections() -> dict[str, list[type]]:
+    # Imported here, because torchtitan takes seconds and the other tests do without.
     from torchtitan.components.checkpointer.dcp import CheckpointManager
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import OptimizersContainer
@@ -62,10 +48,9 @@ def _default(field: Any) -> Any:
     return field.default
 
 
-@pytest.mark.slow  # imports torchtitan's trainer
 def test_names_and_defaults_are_torchtitans() -> None:
     sections = _torchtitan_sections()
-    for key in _same_name_keys():
+    for key in filter(same_in_torchtitan, keys().values()):
         fields = {
             field.name: field for cls in sections[key.section] for field in dataclasses.fields(cls)
         }

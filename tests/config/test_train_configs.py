@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_relay.config import degrees_of, load_config, validate
+from titan_relay.config import degrees_of, load_config, to_toml, validate
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("**/*.toml"))
@@ -33,3 +33,11 @@ def test_valid(path: Path) -> None:
     ranks = _ranks(path) or degrees_of(loaded.config, 1).world
     # Corpus and tokenizer are made by scripts, so they need not be there yet.
     validate(loaded.config, ranks, loaded.sources, files=False)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_printed_gives_itself(path: Path, tmp_path: Path) -> None:
+    config = load_config(["--config", str(path)]).config
+    printed = tmp_path / "printed.toml"
+    printed.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(["--config", str(printed)]).config == config

@@ -73,12 +73,12 @@ FILES = [
 COMMAND_LINES = [
     Wrong(
         "misspelt key as an argument",
-        "command line: --training.stepz 5: unknown key; did you mean training.steps?",
+        'command line: --training.stepz "5": unknown key; did you mean training.steps?',
         argv=("--training.stepz", "5"),
     ),
     Wrong(
         "key with dashes",
-        "command line: --training.local-batch-size 5: unknown key; did you mean "
+        'command line: --training.local-batch-size "5": unknown key; did you mean '
         "training.local_batch_size?",
         argv=("--training.local-batch-size", "5"),
     ),
@@ -115,7 +115,7 @@ COMMAND_LINES = [
     ),
     Wrong(
         "argument without dashes",
-        "command line: training.steps=5: not an option; write --section.key value",
+        'command line: "training.steps=5": not an option; write --section.key value',
         argv=("training.steps=5",),
     ),
     Wrong(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place
+from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place, shown
 from titan_relay.config.expectation import expectation
 from titan_relay.config.keys import Key, choices_of, item_of, keys, optional_of, sections
 from titan_relay.config.settings import Setting
@@ -48,6 +48,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
                 )
             config_file = _needed(name, text)
         elif name == "print-config":
+            if text is not None:
+                raise Place(COMMAND_LINE, "--print-config").error(text, "takes no value")
             print_config = True
         else:
             settings[name] = _setting(name, text)
@@ -59,11 +61,11 @@ def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
-        if not argument.startswith("--") or argument == "--":
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not name:
             raise ConfigError(
-                f"{COMMAND_LINE}: {argument}: not an option; write --section.key value"
+                f"{COMMAND_LINE}: {shown(argument)}: not an option; write --section.key value"
             )
-        name, equals, text = argument[2:].partition("=")
         if equals:
             yield name, text
         elif name != "print-config" and rest and not rest[0].startswith("--"):
@@ -82,7 +84,7 @@ def _setting(name: str, text: str | None) -> Setting:
     if name not in keys():
         underscored = name.replace("-", "_")
         fix = f"did you mean {underscored}?" if underscored in keys() else where_key_belongs(name)
-        given = f" {text}" if text is not None else ""
+        given = "" if text is None else f" {shown(text)}"
         raise ConfigError(f"{COMMAND_LINE}: --{name}{given}: unknown key; {fix}")
     key = keys()[name]
     if text is None and key.type is bool:

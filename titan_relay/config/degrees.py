@@ -86,7 +86,8 @@ def multiples_near(value: int, unit: int, highest: int | None = None) -> list[in
 
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 def nearest_few(value: int, legal: list[int], count: int = 6) -> list[int]:

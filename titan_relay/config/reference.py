@@ -64,9 +64,10 @@ and `tp`, so it divides their product, and the number of experts.
 | What | Type |
 |---|---|
 | Parameters, their gradients, optimizer states | `training.dtype` |
-| Computation of the layers, parameters gathered by FSDP | `training.mixed_precision_param` |
+| Computation of the layers, parameters gathered by FSDP | `training.mixed_precision_param`; \
+float32 on CPU |
 | Sums of gradients over ranks | `training.mixed_precision_reduce` |
-| Experts on the ring | `training.mixed_precision_param` |
+| Experts on the ring | as the computation of the layers |
 | Expert weight gradients on the ring | `relay.grad_dtype` |
 | Router: logits, scores, auxiliary loss and z-loss | float32 |
 | Loss, from the logits on | float32 |

@@ -50,8 +50,8 @@ class TrainingConfig:
     """Type in which parameters, their gradients and the optimizer states are stored."""
 
     mixed_precision_param: ParamDType = option("bfloat16")
-    """Type in which FSDP gathers parameters and layers compute. On CPU only float32 is exact and
-    fast; on CUDA bfloat16 uses the tensor cores."""
+    """Type in which FSDP gathers parameters and layers compute. On CPU it is always float32, which
+    is faster there than emulated bfloat16."""
 
     mixed_precision_reduce: ParamDType = option("float32")
     """Type in which FSDP sums gradients over ranks."""

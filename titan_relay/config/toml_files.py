@@ -30,10 +30,11 @@ def read_file(path: str) -> dict[str, Setting]:
 
 
 def _read(path: Path, named_at: Place, chain: tuple[Path, ...]) -> dict[str, Setting]:
-    if path.resolve() in (each.resolve() for each in chain):
+    content = _read_bytes(path, named_at)
+    if any(path.samefile(each) for each in chain):
         circle = " -> ".join(str(each) for each in (*chain, path))
         raise named_at.error(str(path), f"extends itself ({circle}); remove one of these bases")
-    tables = _parse(_decode(_read_bytes(path, named_at), path), path)
+    tables = _parse(_decode(content, path), path)
     bases = _base_files(tables.pop(_BASE, []), Place(str(path), _BASE))
     settings: dict[str, Setting] = {}
     for index, base in enumerate(bases):
