@@ -1,15 +1,65 @@
-"""`[activation_checkpoint]`: which of torchtitan's policies, and what the relay adds to them."""
+"""`[activation_checkpoint]`: torchtitan's policies, and what the relay and the router add to them.
+
+A recompute never decides again which experts a token goes to: the chosen ids are saved (8 bytes and
+the score a copy), because a choice between near-equal logits may come out differently the second
+time, and then gradients belong to other experts than the output did. Nor does it run the ring
+again; see `titan_relay.moe.relay_checkpoint`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
-    FullAC,
     MemoryBudgetAC,
     SelectiveAC,
 )
 
 from titan_relay.config.schema import ActivationCheckpointConfig
+from titan_relay.moe import relay_checkpoint, relay_ops
+
+
+class RelayFullAC(ActivationCheckpointing):
+    """Recomputes whole blocks, but neither the choice of experts nor the relay."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        pass
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        return checkpoint_wrapper(
+            module,
+            checkpoint_fn=relay_checkpoint,
+            context_fn=lambda: create_selective_checkpoint_contexts(_save_routing),
+            preserve_rng_state=self.config.preserve_rng_state,
+            determinism_check=self.config.determinism_check,
+            early_stop=False,
+            debug=self.config.debug,
+        )
+
+
+def _save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op is torch.ops.aten.topk.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class RelaySelectiveAC(SelectiveAC):
+    """torchtitan's selective checkpointing that saves the relay's output like other costly ops."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set[Any]:
+        """The ops whose outputs are saved."""
+        return super().get_save_ops() | set(relay_ops())
 
 
 def build_activation_checkpoint(
@@ -24,9 +74,9 @@ def build_activation_checkpoint(
     if section.mode == "none":
         return None
     if section.mode == "selective":
-        return SelectiveAC.Config(**common)
+        return RelaySelectiveAC.Config(**common)
     if section.mode == "full":
-        return FullAC.Config(**common)
+        return RelayFullAC.Config(**common)
     return MemoryBudgetAC.Config(
         **common,
         memory_budget=section.memory_budget,

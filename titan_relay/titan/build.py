@@ -21,6 +21,7 @@ from torchtitan.tools.profiler import Profiler
 
 from titan_relay.config import ConfigError, degrees_of
 from titan_relay.config.schema import DataConfig, RunConfig
+from titan_relay.moe import RelayOptions
 from titan_relay.titan import cpu
 from titan_relay.titan.activation_checkpoint import build_activation_checkpoint
 from titan_relay.titan.dataloader import RelayDataLoader
@@ -194,9 +195,5 @@ def _validator(run: RunConfig, rows: int, world_size: int) -> RelayValidator.Con
 def _overrides(run: RunConfig) -> list[Any]:
     if run.relay.dispatcher == "alltoall":
         return ["titan_relay.titan.experts.native_dtype_experts"]
-    return [
-        (
-            "titan_relay.titan.experts.relay_routed_experts",
-            {"relay": run.relay},
-        )
-    ]
+    options = RelayOptions(grad_dtype=run.relay.grad_dtype)
+    return [("titan_relay.titan.experts.relay_routed_experts", {"options": options})]

@@ -5,13 +5,17 @@ Both keep torchtitan's parameter names and layouts, so checkpoints fit either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive, override
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+from titan_relay.moe import RelayOptions, relay_moe, relay_ring
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
@@ -51,3 +55,61 @@ class NativeDtypeExperts(GroupedExperts):
 def native_dtype_experts(config: GroupedExperts.Config) -> NativeDtypeExperts.Config:
     """Replace every grouped-experts config."""
     return derive(config, NativeDtypeExperts.Config)
+
+
+class RelayRoutedExperts(RoutedExperts):
+    """Routed experts that meet their tokens on the relay instead of through an all-to-all."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        options: RelayOptions = field(default_factory=RelayOptions)
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.options = config.options
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        """Apply the experts to this rank's tokens; returns `(B, L, D)`.
+
+        The relay counts tokens itself, `num_local_tokens_per_expert_E` is part of torchtitan's
+        interface only.
+        """
+        experts = self.inner_experts
+        out_TD = relay_moe(
+            x_BLD.flatten(0, 1),
+            topk_scores_BLK.flatten(0, 1),
+            topk_expert_ids_BLK.flatten(0, 1),
+            _local(experts.w1_EFD),
+            _local(experts.w2_EDF),
+            _local(experts.w3_EFD),
+            self.group,
+            self.options,
+        )
+        return out_TD.view_as(x_BLD)
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """Shard the experts over the EP mesh and make its ring."""
+        super().parallelize(parallel_dims)
+        ep_mesh = parallel_dims.get_optional_mesh("ep")
+        if ep_mesh is not None:
+            self.group = ep_mesh.get_group()
+            relay_ring(self.group)
+
+    def name_layer(self, name: str) -> None:
+        """Name the layer in errors and telemetry."""
+        self.options = replace(self.options, layer=name)
+
+
+@override(target=RoutedExperts.Config, description="experts on the relay")
+def relay_routed_experts(
+    config: RoutedExperts.Config, *, options: RelayOptions
+) -> RelayRoutedExperts.Config:
+    """Replace every routed-experts config."""
+    return derive(config, RelayRoutedExperts.Config, options=options)

@@ -12,6 +12,7 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from titan_relay.titan import cpu
 from titan_relay.titan.balance import StepContext
 from titan_relay.titan.balance_hook import moe_layers
+from titan_relay.titan.experts import RelayRoutedExperts
 
 
 def parallelize(model: Any, *, parallel_dims: ParallelDims, **kwargs: Any) -> nn.Module:
@@ -23,8 +24,10 @@ def parallelize(model: Any, *, parallel_dims: ParallelDims, **kwargs: Any) -> nn
     parallel: nn.Module = parallelize_qwen3(model, parallel_dims=parallel_dims, **kwargs)
     cpu.sum_gradients_without_premul(parallel)
     context = _step_context(parallel_dims)
-    for _, moe in moe_layers([parallel]):
+    for layer, moe in moe_layers([parallel]):
         moe.step_context = context
+        if isinstance(moe.routed_experts, RelayRoutedExperts):
+            moe.routed_experts.name_layer(str(layer))
     return parallel
 
 

@@ -1,0 +1,63 @@
+"""One run per folder of curves: a lock that dies with its process.
+
+Two runs that write into one folder give one muddled set of curves. The first takes an advisory
+lock on a file in the folder; the kernel releases it when the process ends, however it ends, so a
+lock can never be left behind by a run that was killed. The file's text names the owner.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+LOCK_FILE_NAME = ".lock"
+
+
+class FolderError(ValueError):
+    """A folder that this run cannot write its curves to; one line with folder and fix."""
+
+
+class FolderLock:
+    """Exclusive use of a folder, from construction to `release` or the end of the process.
+
+    Raises:
+        FolderError: another process holds the folder, or it cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(folder / LOCK_FILE_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise FolderError(
+                f"{folder}: cannot be written to ({error.strerror}); choose another dump_folder"
+            ) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            os.close(self._file)
+            raise FolderError(_refusal(folder, owner, error)) from error
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others use the folder. Calling it again does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _refusal(folder: Path, owner: str, error: OSError) -> str:
+    if isinstance(error, BlockingIOError):
+        return (
+            f"{folder}: another run is writing its curves there ({owner or 'owner unknown'}); "
+            "stop it, or give this run another dump_folder or metrics.save_tb_folder"
+        )
+    return (
+        f"{folder}: its file system cannot lock files ({error.strerror}), so two runs could mix "
+        "their curves; choose a dump_folder on another file system"
+    )
