@@ -221,7 +221,11 @@ class RelayMetricsProcessor(MetricsProcessor):
                 loggers.add_logger(CurveLogger(folder, lambda: self._first_step))
         except FolderError as error:
             message = str(error)
-        _raise_together(message)
+        try:
+            _raise_together(message)
+        except FolderError:
+            loggers.close()
+            raise
         if self.config.enable_wandb:
             loggers.add_logger(WandBLogger(str(folder), config_dict=config_dict))
         return loggers
@@ -274,7 +278,7 @@ class RelayMetricsProcessor(MetricsProcessor):
 
 
 def _raise_together(message: str | None) -> None:
-    """Raise on every rank if any rank has a message: a rank alone would leave the others waiting."""
+    """Raise on every rank if any rank has a message: one alone would leave the others waiting."""
     message = first_error(message)
     if message is not None:
         raise FolderError(message)
