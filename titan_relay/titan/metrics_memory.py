@@ -32,8 +32,8 @@ GIB = 1024**3
 class CpuMemoryMonitor:
     """Memory of this process, with the interface of torchtitan's `DeviceMemoryMonitor`.
 
-    `get_peak_stats` reports as "active" the live-tensor peak of the steps measured since the last
-    reset (0 if there was none), and as "reserved" the peak of the resident set since the process
+    `get_peak_stats` reports as "active" the live-tensor peak of what was measured since the last
+    reset (0 if nothing was), and as "reserved" the peak of the resident set since the process
     started, both also in percent of the memory that this process may use.
     """
 
@@ -43,18 +43,21 @@ class CpuMemoryMonitor:
         self.device_index = 0
         self.device_capacity = usable_memory_bytes()
         self.device_capacity_gib = self.device_capacity / GIB
-        self._live_peak_bytes = 0
+        self._measured_peak_bytes = 0
+        self._tracker: LiveBytes | None = None
 
-    def record_live_peak(self, peak_bytes: int) -> None:
-        """Take in the live-tensor peak of one step."""
-        self._live_peak_bytes = max(self._live_peak_bytes, peak_bytes)
+    @property
+    def live_peak_bytes(self) -> int:
+        """Live-tensor peak since the last reset, of a measurement that still runs too."""
+        running_bytes = 0 if self._tracker is None else self._tracker.peak_bytes
+        return max(self._measured_peak_bytes, running_bytes)
 
     def get_peak_stats(self) -> DeviceMemStats:
         """The figures since the last reset; see the class."""
         rss_peak_bytes = resident_peak_bytes()
         return DeviceMemStats(
-            max_active_gib=self._live_peak_bytes / GIB,
-            max_active_pct=100 * self._live_peak_bytes / self.device_capacity,
+            max_active_gib=self.live_peak_bytes / GIB,
+            max_active_pct=100 * self.live_peak_bytes / self.device_capacity,
             max_reserved_gib=rss_peak_bytes / GIB,
             max_reserved_pct=100 * rss_peak_bytes / self.device_capacity,
             num_alloc_retries=0,
@@ -62,8 +65,12 @@ class CpuMemoryMonitor:
         )
 
     def reset_peak_stats(self) -> None:
-        """Forget the live-tensor peak; the resident set's peak belongs to the whole process."""
-        self._live_peak_bytes = 0
+        """Forget the live-tensor peak; the resident set's peak belongs to the whole process.
+
+        A measurement that still runs has been reported and counts no more.
+        """
+        self._measured_peak_bytes = 0
+        self._tracker = None
 
     def curves(self) -> dict[str, float]:
         """Memory curves of this rank. The live peak is there only if a step was measured."""
@@ -71,8 +78,8 @@ class CpuMemoryMonitor:
         rss_bytes = resident_bytes()
         if rss_bytes is not None:
             curves["memory/rss(GiB)"] = rss_bytes / GIB
-        if self._live_peak_bytes:
-            curves["memory/live_peak(GiB)"] = self._live_peak_bytes / GIB
+        if self.live_peak_bytes:
+            curves["memory/live_peak(GiB)"] = self.live_peak_bytes / GIB
         return curves
 
     @contextmanager
@@ -80,10 +87,12 @@ class CpuMemoryMonitor:
         """Measure the live-tensor peak inside, with what `owners` hold already."""
         with LiveBytes() as tracker:
             tracker.include(*owners)
+            self._tracker = tracker
             try:
                 yield
             finally:
-                self.record_live_peak(tracker.peak_bytes)
+                self._measured_peak_bytes = self.live_peak_bytes
+                self._tracker = None
 
 
 def device_curves(monitor: DeviceMemoryMonitor) -> dict[str, float]:
