@@ -52,9 +52,13 @@ def train_bpe(texts: Iterator[str], num_ranks: int, pattern: str) -> tuple[dict[
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     trained = Tokenizer(models.BPE())
+    try:
+        expression = Regex(pattern)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"--pattern {pattern!r} is not a valid expression: {error}") from error
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.Split(expression, behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -118,6 +122,7 @@ def train(options: argparse.Namespace) -> None:
     """Trains, writes the rank file and the report, and prints what came out."""
     started = time.monotonic()
     documents = LocalDocuments("corpus", options.files, options.text_column, "--files")
+    documents.require_usable(len)
     num_ranks = options.vocab_size - len(options.special_tokens)
     ranks, _ = train_bpe(
         read_texts(documents, "reading"), num_ranks, resolve_pattern(options.pattern)

@@ -90,6 +90,15 @@ def test_resume_opens_the_shard_of_the_bookmark_not_the_first(tmp_path: Path, fo
     assert source._next_index >= 26  # type: ignore[attr-defined]
 
 
+def test_memory_stays_at_a_few_windows(tmp_path: Path, folder: Path) -> None:
+    reader = open_reader(DataConfig(dataset=str(folder)), byte_tokenizer(tmp_path))
+    source = reader._sources[0].source
+    for _ in range(300):  # about 12 epochs; lanes drift apart by some tens of documents
+        reader.next_rows()
+        assert len(source._held) < 80  # type: ignore[attr-defined]
+        assert len(source._bookmarks) < 20  # type: ignore[attr-defined]
+
+
 def test_a_finite_stream_ends_in_padding(tmp_path: Path, folder: Path) -> None:
     config = DataConfig(dataset=str(folder), infinite=False)
     reader = open_reader(config, byte_tokenizer(tmp_path), seq_len=64)

@@ -226,6 +226,9 @@ def test_a_finite_run_may_go_on_as_an_endless_one(tmp_path: Path, corpus: DataCo
     finite = open_reader(replace(corpus, infinite=False), tokenizer)
     while not finite.exhausted:
         finite.next_rows()
+    ended = open_reader(replace(corpus, infinite=False), tokenizer)
+    ended.load_state_dict(finite.state_dict())
+    assert ended.exhausted
     endless = open_reader(corpus, tokenizer)
     endless.load_state_dict(finite.state_dict())
     rows = [endless.next_rows() for _ in range(40)]

@@ -4,12 +4,12 @@ import glob
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from titan_relay.data.documents import DocumentFile, Row
+from titan_relay.data.documents import BadDocument, Document, DocumentFile, Row
 from titan_relay.data.errors import DataError
 from titan_relay.data.parquet_files import ParquetFiles
 from titan_relay.data.text_files import (
@@ -65,6 +65,7 @@ class LocalDocuments:
     """
 
     def __init__(self, name: str, patterns: Sequence[str], text_column: str, key: str) -> None:
+        self.name = name
         self._open_files = OpenFiles()
         paths = expand_files(patterns, key)
         self._parts = self._open(paths, text_column)
@@ -94,6 +95,27 @@ class LocalDocuments:
         part = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[part - 1]) if part else 0
         return self._parts[part].read(index - first)
+
+    def require_usable(self, num_tokens: Callable[[str], int]) -> None:
+        """Raises DataError unless some document gives something to predict.
+
+        Reads in file order up to the first such document (normally one read), the same on every
+        rank, so that a corpus of nothing but bad rows ends the run at once instead of spinning.
+        """
+        first_bad: BadDocument | None = None
+        for index in range(len(self)):
+            row = self.read(index)
+            if isinstance(row, Document):
+                if num_tokens(row.text) > 1:
+                    return
+                row = BadDocument(row.where, "the text is a single token")
+            if first_bad is None or (first_bad.blank_line and not row.blank_line):
+                first_bad = row
+        assert first_bad is not None
+        raise DataError(
+            f"source {self.name}: none of its {len(self)} documents is usable; "
+            f"the first: {first_bad.where}: {first_bad.reason}"
+        )
 
     def close(self) -> None:
         self._open_files.close()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
-from titan_relay.data.documents import BadDocument, Document, Row
+from titan_relay.data.documents import Row
 from titan_relay.data.errors import DataError
 from titan_relay.data.hub_stream import HubStream
 from titan_relay.data.local_files import LocalDocuments
@@ -90,27 +90,6 @@ class LocalSource:
     def seek(self, bookmarks: Sequence[Bookmark], running_indices: Sequence[int]) -> None:
         self._last_epoch = max(running_indices) // self.num_documents
 
-    def require_usable(self, num_tokens: Callable[[str], int]) -> None:
-        """Raises DataError unless some document gives something to predict.
-
-        Reads in file order up to the first such document (normally one read), the same on every
-        rank, so that a corpus of nothing but bad rows ends the run at once instead of spinning.
-        """
-        first_bad: BadDocument | None = None
-        for index in range(self.num_documents):
-            row = self._documents.read(index)
-            if isinstance(row, Document):
-                if num_tokens(row.text) > 1:
-                    return
-                row = BadDocument(row.where, "the text is a single token")
-            if first_bad is None or (first_bad.blank_line and not row.blank_line):
-                first_bad = row
-        assert first_bad is not None
-        raise DataError(
-            f"source {self.name}: none of its {self.num_documents} documents is usable; "
-            f"the first: {first_bad.where}: {first_bad.reason}"
-        )
-
     def close(self) -> None:
         self._documents.close()
 
@@ -147,10 +126,10 @@ def build_sources(
         if entry.files:
             key = f'data.mixture "{entry.name}" files' if config.mixture else "data.files"
             documents = LocalDocuments(entry.name, entry.files, entry.text_column, key)
-            source = local = LocalSource(
+            documents.require_usable(num_tokens)
+            source = LocalSource(
                 entry.name, documents, seed=seed, shuffle=config.shuffle, infinite=config.infinite
             )
-            local.require_usable(num_tokens)
         else:
             source = HubStream(
                 entry,

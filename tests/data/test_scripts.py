@@ -1,0 +1,202 @@
+"""The corpus and tokenizer scripts: what they write, and that both kinds of id agree."""
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import tiktoken
+
+from titan_relay.config.schema_data import TokenizerConfig
+from titan_relay.data import load_tokenizer
+from titan_relay.data.patterns import PATTERNS
+from titan_relay.data.rank_file import read_rank_file
+from titan_relay.data.statistics import unigram_entropy_nats
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up here
+    spec.loader.exec_module(module)
+    return module
+
+
+make_corpus = load_script("make_corpus")
+train_tokenizer = load_script("train_tokenizer")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 300 kB corpus of the standard library."""
+    folder = tmp_path_factory.mktemp("corpus")
+    assert make_corpus.main(["--out", str(folder), "--max-bytes", "300000"]) == 0
+    return folder
+
+
+def read_jsonl(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def write_tree(root: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+
+
+def test_corpus_leaves_out_what_is_no_text_to_learn(tmp_path: Path) -> None:
+    good = {f"pkg/mod{i}.py": f"value = {i}\n".encode() for i in range(60)}
+    left_out = {
+        "pkg/empty.py": b"\n",
+        "pkg/copy.py": b"value = 1\n",
+        "pkg/table.py": b"x = 1\n" * 100_000,
+        "pkg/broken.py": b"\xff\xfe\n",
+        "pkg/test/test_mod.py": b"assert 1\n",
+        "site-packages/other.py": b"other = 1\n",
+        "pkg/data.txt": b"text",
+    }
+    latin = {"pkg/latin.py": "# coding: latin-1\nname = 'café'\n".encode("latin-1")}
+    write_tree(tmp_path / "lib", {**good, **left_out, **latin})
+    options = ["--out", str(tmp_path / "out"), "--source", str(tmp_path / "lib")]
+    assert make_corpus.main([*options, "--validation-share", "0.2"]) == 0
+    train = read_jsonl(tmp_path / "out" / "train.jsonl")
+    validation = read_jsonl(tmp_path / "out" / "validation.jsonl")
+    paths = {document["path"] for document in train + validation}
+    assert len(train) + len(validation) == len(paths) == 61
+    duplicates = {"pkg/mod1.py", "pkg/copy.py"}
+    assert len(paths & duplicates) == 1
+    assert paths - duplicates == set(good) - duplicates | set(latin)
+    texts = {document["path"]: document["text"] for document in train + validation}
+    assert texts["pkg/latin.py"].endswith("name = 'café'\n")
+    assert 3 <= len(validation) <= 25  # 12 expected
+
+
+def test_split_depends_on_the_path_only(tmp_path: Path, corpus: Path) -> None:
+    again = tmp_path / "again"
+    assert make_corpus.main(["--out", str(again), "--max-bytes", "600000"]) == 0
+    small = {d["path"] for d in read_jsonl(corpus / "validation.jsonl")}
+    large = {d["path"] for d in read_jsonl(again / "validation.jsonl")}
+    large_train = {d["path"] for d in read_jsonl(again / "train.jsonl")}
+    assert small
+    assert not large & large_train
+    assert not small & large_train
+    num_bytes = sum((again / f"{part}.jsonl").stat().st_size for part in ("train", "validation"))
+    assert 500_000 < num_bytes < 700_000  # JSON adds escapes and paths to the text
+
+
+def test_corpus_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "nothing").mkdir()
+    options = ["--out", str(tmp_path / "out"), "--source"]
+    assert make_corpus.main([*options, str(tmp_path / "nothing")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    for wrong in ([*options, str(tmp_path / "absent")], ["--validation-share", "2"]):
+        with pytest.raises(SystemExit):
+            make_corpus.main(wrong)
+
+
+def random_texts(count: int) -> list[str]:
+    """Code-like text, white space of many kinds, several scripts, emoji, combining marks."""
+    generator = random.Random(0)
+    pools = [
+        "abcXYZ_ \n\t'sdé",
+        " \n\r\t\u00a0\u2003\u0085\u2028",
+        "日本語かな漢字한국어",
+        "😀👩\u200d👧e\u0301ñ",
+        "0123456789.,;:()[]{}",
+        "".join(map(chr, range(32, 0x3000, 7))),
+    ]
+    return [
+        "".join(generator.choice(generator.choice(pools)) for _ in range(generator.randint(1, 60)))
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("pattern", sorted(PATTERNS))
+def test_tiktoken_gives_the_ids_of_the_trained_tokenizer(corpus: Path, pattern: str) -> None:
+    texts = [document["text"] for document in read_jsonl(corpus / "train.jsonl")]
+    ranks, trained = train_tokenizer.train_bpe(iter(texts), 700, PATTERNS[pattern])
+    assert sorted(ranks.values()) == list(range(700))
+    assert {bytes([byte]) for byte in range(256)} <= set(ranks)
+    encoding = tiktoken.Encoding(
+        "trained", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
+    )
+    held_out = [document["text"] for document in read_jsonl(corpus / "validation.jsonl")]
+    runs = [" " * n + "x" + "\n" * n + "\t" * n for n in (1, 2, 5, 40, 333)]
+    for text in held_out + runs + random_texts(300):
+        ids = encoding.encode_ordinary(text)
+        assert ids == trained.encode(text).ids
+        assert encoding.decode(ids) == text
+
+
+def test_byte_letters_are_those_of_the_library() -> None:
+    from tokenizers import pre_tokenizers
+
+    assert sorted(train_tokenizer.byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    for text in ("aé \n\x00", "\x7f\u00ad\u0120"):
+        letters = "".join(train_tokenizer.byte_letters()[byte] for byte in text.encode())
+        assert encode(text)[0][0] == letters
+
+
+def test_vocabulary_report_and_section(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, report = tmp_path / "new" / "tok.tiktoken", tmp_path / "report.json"
+    options = ["--files", str(corpus / "train.jsonl"), "--out", str(out)]
+    options += ["--vocab-size", "512", "--report", str(report)]
+    assert train_tokenizer.main([*options, "--special-tokens", "<|endoftext|>", "<|pad|>"]) == 0
+    assert len(read_rank_file(out)) == 510
+    assert 'special_tokens = { "<|endoftext|>" = 510, "<|pad|>" = 511 }' in capsys.readouterr().out
+    tokenizer = load_tokenizer(
+        TokenizerConfig(
+            path=str(out), special_tokens={"<|endoftext|>": 510}, eos_token="<|endoftext|>"
+        )
+    )
+    statistics = json.loads(report.read_text())
+    texts = [document["text"] for document in read_jsonl(corpus / "train.jsonl")]
+    counts: dict[int, int] = {}
+    for text in texts:
+        for token in tokenizer.encode(text):
+            counts[token] = counts.get(token, 0) + 1
+    total = sum(counts.values())
+    entropy = -sum(n / total * np.log(n / total) for n in counts.values())
+    assert statistics["vocab_size"] == 512
+    assert statistics["num_tokens"] == total
+    assert statistics["num_bytes"] == sum(len(text.encode()) for text in texts)
+    assert statistics["unigram_entropy_nats"] == pytest.approx(entropy, rel=1e-9)
+    assert statistics["bytes_per_token"] > 1.5
+
+
+def test_entropy_of_known_distributions() -> None:
+    assert unigram_entropy_nats(np.array([5, 0, 5])) == pytest.approx(np.log(2))
+    assert unigram_entropy_nats(np.array([7, 0])) == 0.0
+    assert unigram_entropy_nats(np.array([0, 0])) == 0.0
+
+
+def test_tokenizer_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small.jsonl"
+    small.write_text('{"text": "abc abc"}\n')
+    out = str(tmp_path / "out")
+    cases = [
+        (["--files", str(tmp_path / "no.jsonl"), "--out", out], "matches no file"),
+        (["--files", str(small), "--out", out], "gives only 259 ids"),
+        (["--files", str(small), "--out", out, "--text-column", "body"], "columns present: text"),
+        (["--files", str(small), "--out", out, "--pattern", "(a"], "is not a valid expression"),
+        (["--files", str(small), "--out", out, "--pattern", "gpt5"], "not a known pattern"),
+    ]
+    for options, message in cases:
+        assert train_tokenizer.main(options) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        train_tokenizer.main(["--files", str(small), "--out", out, "--vocab-size", "100"])
+    assert "must be at least 257" in capsys.readouterr().err
