@@ -1,0 +1,158 @@
+"""Backward of some consecutive experts over the rows routed to them, in plain PyTorch.
+
+Nothing of the forward is kept: hidden activations are rebuilt step by step and released before the
+next. For the rows of one expert, with ``g`` the output's gradient at a row's token and ``s`` its
+score:
+
+    h1 = W1 x        h3 = W3 x        gate = silu(h1)        a = gate * h3
+    u  = W2^T g      ds = <u, a>                    (no down projection is recomputed for ds)
+    dh3 = s * u * gate          dh1 = s * u * h3 * silu'(h1)
+    dW2 += (s * g) a^T          dW1 += dh1 x^T        dW3 += dh3 x^T
+    dx  += W1^T dh1 + W3^T dh3
+
+Shape legend: T tokens, K top-k, N = T * K routed rows, n rows of this step (at most R), D model
+dimension, F expert hidden dimension, g experts held together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from relay_kernels.activation import SwiGLU, activate_for_backward_
+from relay_kernels.forward_step import Segment, project, steps
+from relay_kernels.weights import ExpertWeights
+from relay_kernels.workspace import BackwardWorkspace
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where gradients go; None means that nobody asks for that one, and its work is left out.
+
+    ``dx_TD`` and ``dscores_TK`` are summed into and written; ``weights`` is overwritten.
+    """
+
+    dx_TD: torch.Tensor | None
+    dscores_TK: torch.Tensor | None
+    weights: ExpertWeights | None
+
+
+def backward_experts_(
+    gradients: Gradients,
+    dout_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    rows_N: torch.Tensor,
+    segments: Sequence[Segment],
+    weights: ExpertWeights,
+    activation: SwiGLU,
+    workspace: BackwardWorkspace,
+) -> None:
+    """Gradients of ``forward_experts_`` for the rows of the segments.
+
+    ``dx`` is summed into; the score gradients of these rows are written (each row belongs to one
+    expert); the weight gradients are overwritten, with zeros for an expert without rows.
+    """
+    assert len(segments) == weights.num_experts
+    scores_N = scores_TK.reshape(-1)
+    top_k = scores_TK.shape[1]
+    if gradients.weights is not None:
+        _zero_experts_without_rows(gradients.weights, segments)
+    for expert, first, last in steps(segments, workspace.max_rows):
+        rows_n = rows_N[first:last]
+        token_n, score_n1 = workspace.index.load(rows_n, scores_N, top_k)
+        num_rows = last - first
+        x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
+        g_nD = torch.index_select(dout_TD, 0, token_n, out=workspace.g_RD[:num_rows])
+        dh1_nF, dh3_nF, a_nF = _hidden_gradients(
+            gradients, x_nD, g_nD, rows_n, score_n1, weights, expert, activation, workspace
+        )
+        if gradients.weights is not None:
+            g_nD.mul_(score_n1)
+            accumulate = first != segments[expert][0]
+            _weight_gradients_(
+                gradients.weights, expert, accumulate, x_nD, g_nD, a_nF, dh1_nF, dh3_nF, workspace
+            )
+        if gradients.dx_TD is not None:
+            dx_nD = torch.mm(dh1_nF, weights.w1_gFD[expert], out=g_nD)
+            dx_nD.addmm_(dh3_nF, weights.w3_gFD[expert])
+            gradients.dx_TD.index_add_(0, token_n, dx_nD)
+
+
+def _hidden_gradients(
+    gradients: Gradients,
+    x_nD: torch.Tensor,
+    g_nD: torch.Tensor,
+    rows_n: torch.Tensor,
+    score_n1: torch.Tensor,
+    weights: ExpertWeights,
+    expert: int,
+    activation: SwiGLU,
+    workspace: BackwardWorkspace,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``dh1, dh3`` (scaled by the score) and ``a`` (not scaled); writes the score gradients.
+
+    Five buffers of width F suffice because each is given a new meaning as soon as its old one has
+    been used for the last time.
+    """
+    num_rows = x_nD.shape[0]
+    h1_nF, h3_nF = workspace.h1_RF[:num_rows], workspace.h3_RF[:num_rows]
+    u_nF, gate_nF, a_nF = (
+        buffer[:num_rows] for buffer in (workspace.u_RF, workspace.gate_RF, workspace.a_RF)
+    )
+    project(x_nD, weights.w1_gFD, weights.b1_gF, expert, h1_nF)
+    project(x_nD, weights.w3_gFD, weights.b3_gF, expert, h3_nF)
+    torch.mm(g_nD, weights.w2_gDF[expert], out=u_nF)
+    cut1_nF, cut3_nF = activate_for_backward_(h1_nF, h3_nF, gate_nF, a_nF, activation)
+
+    dh3_nF = gate_nF.mul_(u_nF)
+    u_nF.mul_(h3_nF)
+    if gradients.dscores_TK is not None:
+        # <u, a> = sum over F of (u * gate) * h3; h3 is not needed after this.
+        dscore_n = workspace.dscore_R[:num_rows]
+        torch.mv(h3_nF.mul_(dh3_nF), workspace.ones_F, out=dscore_n)
+        if weights.b2_gD is not None:
+            dscore_n.addmv_(g_nD, weights.b2_gD[expert])
+        dscores_N = gradients.dscores_TK.view(-1)
+        dscores_N.index_copy_(0, rows_n.long(), dscore_n.to(dscores_N.dtype))
+    dh1_nF = torch.ops.aten.silu_backward.grad_input(u_nF, h1_nF, grad_input=h3_nF)
+    if cut1_nF is not None and cut3_nF is not None:
+        dh1_nF.masked_fill_(cut1_nF, 0.0)
+        dh3_nF.masked_fill_(cut3_nF, 0.0)
+    return dh1_nF.mul_(score_n1), dh3_nF.mul_(score_n1), a_nF
+
+
+def _weight_gradients_(
+    into: ExpertWeights,
+    expert: int,
+    accumulate: bool,
+    x_nD: torch.Tensor,
+    g_nD: torch.Tensor,
+    a_nF: torch.Tensor,
+    dh1_nF: torch.Tensor,
+    dh3_nF: torch.Tensor,
+    workspace: BackwardWorkspace,
+) -> None:
+    """Sum one step's weight gradients into those of ``expert`` (or begin them)."""
+    x_nD, g_nD = workspace.widened("x", x_nD), workspace.widened("g", g_nD)
+    a_nF = workspace.widened("a", a_nF)
+    dh1_nF, dh3_nF = workspace.widened("dh1", dh1_nF), workspace.widened("dh3", dh3_nF)
+    # beta = 0 ignores what is in the buffer, so an expert's first step needs no zeroed buffer.
+    beta = 1 if accumulate else 0
+    into.w1_gFD[expert].addmm_(dh1_nF.t(), x_nD, beta=beta)
+    into.w2_gDF[expert].addmm_(g_nD.t(), a_nF, beta=beta)
+    into.w3_gFD[expert].addmm_(dh3_nF.t(), x_nD, beta=beta)
+    for bias_gX, rows_nX in ((into.b1_gF, dh1_nF), (into.b2_gD, g_nD), (into.b3_gF, dh3_nF)):
+        if bias_gX is None:
+            continue
+        if accumulate:
+            bias_gX[expert].add_(rows_nX.sum(0))
+        else:
+            torch.sum(rows_nX, 0, out=bias_gX[expert])
+
+
+def _zero_experts_without_rows(into: ExpertWeights, segments: Sequence[Segment]) -> None:
+    for expert, (start, end) in enumerate(segments):
+        if start == end:
+            for tensor in into.tensors():
+                tensor[expert].zero_()

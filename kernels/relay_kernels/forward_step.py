@@ -1,0 +1,77 @@
+"""Forward of some consecutive experts over the rows routed to them, in plain PyTorch.
+
+This is the boundary that a fused kernel fills: rows, their segments and the weights of a group of
+experts in; a sum into the output's tokens out; no allocation that grows with the routing.
+
+Shape legend: T tokens, K top-k, N = T * K routed rows, n rows of this step (at most R), D model
+dimension, F expert hidden dimension, g experts held together.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from relay_kernels.activation import SwiGLU, activate_
+from relay_kernels.weights import ExpertWeights
+from relay_kernels.workspace import ForwardWorkspace
+
+# Rows ``start <= i < end`` of the sorted rows belong to one expert.
+Segment = tuple[int, int]
+
+
+def forward_experts_(
+    out_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    rows_N: torch.Tensor,
+    segments: Sequence[Segment],
+    weights: ExpertWeights,
+    activation: SwiGLU,
+    workspace: ForwardWorkspace,
+) -> None:
+    """``out[t] += score * expert(x[t])`` for every row of the segments.
+
+    Args:
+        out_TD: summed into, in place.
+        rows_N: integer row numbers ``t * K + k``, sorted by expert.
+        segments: one per expert of ``weights``, in its order; empty ones are ordinary.
+        workspace: scratch, overwritten.
+    """
+    assert len(segments) == weights.num_experts
+    scores_N = scores_TK.reshape(-1)
+    top_k = scores_TK.shape[1]
+    for expert, first, last in steps(segments, workspace.max_rows):
+        token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
+        num_rows = last - first
+        x_nD = workspace.x_RD[:num_rows]
+        h1_nF, h3_nF = workspace.h1_RF[:num_rows], workspace.h3_RF[:num_rows]
+        torch.index_select(x_TD, 0, token_n, out=x_nD)
+        project(x_nD, weights.w1_gFD, weights.b1_gF, expert, h1_nF)
+        project(x_nD, weights.w3_gFD, weights.b3_gF, expert, h3_nF)
+        # The score is applied to F columns before the down projection, not to D after it.
+        a_nF = activate_(h1_nF, h3_nF, activation).mul_(score_n1)
+        y_nD = torch.mm(a_nF, weights.w2_gDF[expert].t(), out=workspace.y_RD[:num_rows])
+        if weights.b2_gD is not None:
+            y_nD.addr_(score_n1.squeeze(1), weights.b2_gD[expert])
+        out_TD.index_add_(0, token_n, y_nD)
+
+
+def steps(segments: Sequence[Segment], max_rows: int) -> Iterator[tuple[int, int, int]]:
+    """``(expert, first, last)``: every segment cut into steps of at most ``max_rows`` rows."""
+    for expert, (start, end) in enumerate(segments):
+        for first in range(start, end, max_rows):
+            yield expert, first, min(first + max_rows, end)
+
+
+def project(
+    x_nD: torch.Tensor,
+    w_gFD: torch.Tensor,
+    b_gF: torch.Tensor | None,
+    expert: int,
+    out_nF: torch.Tensor,
+) -> None:
+    """``out = x W^T + b`` for one expert."""
+    if b_gF is None:
+        torch.mm(x_nD, w_gFD[expert].t(), out=out_nF)
+    else:
+        torch.addmm(b_gF[expert], x_nD, w_gFD[expert].t(), out=out_nF)

@@ -1,0 +1,50 @@
+"""The weights of some consecutive experts, and the buffers of their gradients.
+
+Shape legend: g experts held together (a slice of a rank's share), D model dimension, F expert
+hidden dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert is ``W2 act(W1 x + b1, W3 x + b3) + b2``; biases are all given or all None.
+
+    The same class holds gradients, where the tensors are buffers of the same shapes.
+    """
+
+    w1_gFD: torch.Tensor
+    w2_gDF: torch.Tensor
+    w3_gFD: torch.Tensor
+    b1_gF: torch.Tensor | None = None
+    b2_gD: torch.Tensor | None = None
+    b3_gF: torch.Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.w1_gFD.shape[0]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are there, always in the same order (the order of messages)."""
+        every = (self.w1_gFD, self.w2_gDF, self.w3_gFD, self.b1_gF, self.b2_gD, self.b3_gF)
+        return [tensor for tensor in every if tensor is not None]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ExpertWeights":
+        mapped = [function(tensor) for tensor in self.tensors()]
+        return ExpertWeights(*mapped)
+
+    def experts(self, first: int, last: int) -> "ExpertWeights":
+        """A view of experts ``first <= j < last``."""
+        return self.map(lambda tensor: tensor[first:last])
+
+    def empty_like(self, num_experts: int, dtype: torch.dtype | None = None) -> "ExpertWeights":
+        """Uninitialised buffers for ``num_experts`` experts."""
+        return self.map(
+            lambda tensor: tensor.new_empty(
+                (num_experts, *tensor.shape[1:]), dtype=dtype or tensor.dtype
+            )
+        )

@@ -1,0 +1,146 @@
+"""The one helper that spawns ranks for every distributed test.
+
+``run_ranks(function, world_size, *args)`` runs ``function(*args)`` in ``world_size`` processes with
+``torch.distributed`` initialised (gloo on CPU by default, the same test on NCCL with
+``backend="nccl"``), and returns their results by rank. Rendezvous is a file, so no port can clash;
+a rank that fails ends the others and its traceback is shown; ranks that do not end within
+``timeout_s`` are ended and named. Starting ranks is not free: test many configurations inside one
+call, ``subgroup`` gives smaller groups.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE_S = 5.0  # for the other ranks to report, once one has failed
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised, died or did not end; the message holds every report."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout_s: float = 240.0,
+) -> list[Any]:
+    """Run ``function(*args)`` on every rank; results by rank.
+
+    Args:
+        function: a module-level function (it is sent by name), as are its arguments' classes.
+        timeout_s: for everything together, and the process group's own timeout.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # torch is imported once, in the server that ranks are forked from.
+    context.set_forkserver_preload(["torch", "torch.distributed", "titan_relay.moe"])
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        rendezvous = os.path.join(folder, "rendezvous")
+        processes: list[BaseProcess] = []
+        connections: list[Connection] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            job = (theirs, rank, world_size, rendezvous, backend, timeout_s, function, args)
+            process = context.Process(target=_rank_main, args=job, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            connections.append(ours)
+        try:
+            reports = _collect(connections, timeout_s)
+        finally:
+            _end(processes)
+    failures = [
+        f"--- rank {rank} ---\n{report[1]}"
+        for rank, report in enumerate(reports)
+        if report[0] != "ok"
+    ]
+    if failures:
+        raise RanksFailed("\n".join(failures))
+    return [report[1] for report in reports]
+
+
+def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A process group of some ranks, made by all of them; None on a rank that is not in it."""
+    group = dist.new_group(list(ranks))
+    return group if dist.get_rank() in ranks else None
+
+
+def _rank_main(
+    report: Connection,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    backend: str,
+    timeout_s: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1"
+    )
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        result = function(*args)
+        # A rank that is done must not tear its connections down under one that is not.
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        report.send(("failed", traceback.format_exc()))
+    else:
+        report.send(("ok", result))
+    finally:
+        report.close()
+        # Leave without waiting for a backend's threads, which may be stuck on a dead neighbour.
+        os._exit(0)
+
+
+def _collect(connections: list[Connection], timeout_s: float) -> list[tuple[str, Any]]:
+    reports: dict[int, tuple[str, Any]] = {}
+    deadline = time.monotonic() + timeout_s
+    open_ranks = {id(connection): rank for rank, connection in enumerate(connections)}
+    pending = list(connections)
+    while pending:
+        ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = open_ranks[id(connection)]
+            try:
+                reports[rank] = connection.recv()
+            except EOFError:
+                reports[rank] = ("died", "the process ended without a report (killed or aborted)")
+            pending.remove(connection)
+            if reports[rank][0] != "ok":
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    missing = ("missing", f"no report within {timeout_s} s, or ended after another rank failed")
+    return [reports.get(rank, missing) for rank in range(len(connections))]
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.join(timeout=0.5)
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,148 @@
+"""The public function: a Mixture-of-Experts layer's experts over a ring of ranks."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from relay_kernels import SwiGLU
+from titan_relay.moe import op  # registers the ops
+from titan_relay.moe.checkpointing import note_relay_output
+from titan_relay.moe.errors import RelayUsageError
+from titan_relay.moe.options import RelayOptions
+
+
+class ExpertBiases(NamedTuple):
+    """Biases of this rank's experts: ``W2 act(W1 x + b1, W3 x + b3) + b2``."""
+
+    b1_eF: torch.Tensor
+    b2_eD: torch.Tensor
+    b3_eF: torch.Tensor
+
+
+_DEFAULT_OPTIONS = RelayOptions()
+_DEFAULT_ACTIVATION = SwiGLU()
+
+
+def relay_moe(
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    w1_eFD: torch.Tensor,
+    w2_eDF: torch.Tensor,
+    w3_eFD: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    options: RelayOptions = _DEFAULT_OPTIONS,
+    *,
+    biases: ExpertBiases | None = None,
+    activation: SwiGLU = _DEFAULT_ACTIVATION,
+) -> torch.Tensor:
+    """``out[t] = sum_k scores[t, k] * expert[ids[t, k]](x[t])``, experts spread over ``group``.
+
+    With ``W`` ranks and ``e`` experts per rank, rank ``r`` of the group owns experts
+    ``r * e <= j < (r + 1) * e`` of ``E = W * e``.
+
+    Args:
+        x_TD: this rank's tokens. Any floating dtype; the arithmetic is done in it.
+        scores_TK: the weight of each choice; any floating dtype.
+        expert_ids_TK: integer ids in ``[0, E)``, distinct within a token.
+        w1_eFD, w2_eDF, w3_eFD: this rank's experts, ``W2 (silu(W1 x) * (W3 x))``, in the dtype of
+            ``x_TD``.
+        group: the expert-parallel process group; None for one rank. All its ranks call together,
+            with the same shapes and options. The group's ring is made at the first call if
+            ``relay_ring(group)`` has not made it.
+        options: equal on all ranks.
+        biases: of this rank's experts, in their dtype.
+        activation: the gated activation.
+
+    Returns:
+        ``out_TD`` in the dtype of ``x_TD``.
+
+    Gradients flow to ``x``, ``scores``, the weights and the biases; those of weights are complete
+    sums over the group's tokens, not divided by anything. Saved for backward: the inputs and 4
+    bytes per routed copy. Activations of experts are never saved; the backward rebuilds them.
+
+    Raises:
+        RelayUsageError: wrong shapes, dtypes or ids; ranks that differ (on every rank).
+        RingError: a neighbour died or did not answer within the ring's timeout.
+    """
+    num_ranks = 1 if group is None else group.size()
+    _check(x_TD, scores_TK, expert_ids_TK, w1_eFD, w2_eDF, w3_eFD, biases)
+    group_name = "" if group is None or num_ranks == 1 else group.group_name
+    rows_N, counts = torch.ops.titan_relay.route(expert_ids_TK, w1_eFD.shape[0] * num_ranks)
+    out_TD = torch.ops.titan_relay.moe(
+        x_TD,
+        scores_TK,
+        rows_N,
+        counts,
+        w1_eFD,
+        w2_eDF,
+        w3_eFD,
+        *(biases if biases is not None else (None, None, None)),
+        group_name,
+        options.spec,
+        [activation.alpha, activation.limit, activation.up_offset],
+    )
+    if not torch.compiler.is_compiling():
+        note_relay_output(out_TD)
+    return out_TD
+
+
+def relay_ops() -> list[torch._ops.OpOverload]:
+    """The ops whose results a selective-checkpointing policy may save.
+
+    Saving both means that a recompute of plain ``torch.utils.checkpoint`` runs no ring, at one
+    copy of the tokens per layer. With ``relay_checkpoint`` neither needs saving.
+    """
+    return [op.route._opoverload, op.moe._opoverload]
+
+
+def _check(
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    w1_eFD: torch.Tensor,
+    w2_eDF: torch.Tensor,
+    w3_eFD: torch.Tensor,
+    biases: ExpertBiases | None,
+) -> None:
+    if x_TD.dim() != 2 or scores_TK.dim() != 2 or w1_eFD.dim() != 3:
+        raise RelayUsageError(
+            f"relay_moe: x_TD, scores_TK and w1_eFD have {x_TD.dim()}, {scores_TK.dim()} and "
+            f"{w1_eFD.dim()} dimensions; they must have 2, 2 and 3"
+        )
+    num_tokens, dim = x_TD.shape
+    num_local, expert_dim, _ = w1_eFD.shape
+    _check_shape("scores_TK", scores_TK, (num_tokens, scores_TK.shape[1]))
+    _check_shape("expert_ids_TK", expert_ids_TK, tuple(scores_TK.shape))
+    _check_shape("w1_eFD", w1_eFD, (num_local, expert_dim, dim))
+    _check_shape("w2_eDF", w2_eDF, (num_local, dim, expert_dim))
+    _check_shape("w3_eFD", w3_eFD, (num_local, expert_dim, dim))
+    tensors = {"w1_eFD": w1_eFD, "w2_eDF": w2_eDF, "w3_eFD": w3_eFD}
+    if biases is not None:
+        b1_eF, b2_eD, b3_eF = biases
+        _check_shape("biases.b1_eF", b1_eF, (num_local, expert_dim))
+        _check_shape("biases.b2_eD", b2_eD, (num_local, dim))
+        _check_shape("biases.b3_eF", b3_eF, (num_local, expert_dim))
+        tensors |= {"biases.b1_eF": b1_eF, "biases.b2_eD": b2_eD, "biases.b3_eF": b3_eF}
+    for name, tensor in tensors.items():
+        if tensor.dtype != x_TD.dtype:
+            raise RelayUsageError(
+                f"relay_moe: {name} has dtype {tensor.dtype}; it must be that of x_TD, {x_TD.dtype}"
+            )
+    if not x_TD.is_floating_point() or not scores_TK.is_floating_point():
+        raise RelayUsageError(
+            f"relay_moe: x_TD and scores_TK have dtypes {x_TD.dtype} and {scores_TK.dtype}; "
+            "both must be floating"
+        )
+    if expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool:
+        raise RelayUsageError(
+            f"relay_moe: expert_ids_TK has dtype {expert_ids_TK.dtype}; it must be an integer dtype"
+        )
+
+
+def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != expected:
+        raise RelayUsageError(
+            f"relay_moe: {name} has shape {tuple(tensor.shape)}; it must be {expected}"
+        )

@@ -1,0 +1,74 @@
+"""The knobs of a relay, and their form as one string.
+
+A registered op takes only tensors, numbers and strings; ``RelayOptions.spec`` is what crosses that
+border, and ``options_from_spec`` reads it on the other side.
+"""
+
+import functools
+import json
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import torch
+
+from titan_relay.moe.errors import RelayUsageError
+
+AUTO: Literal["auto"] = "auto"
+
+_GRAD_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class RelayOptions:
+    """Immutable options of ``relay_moe``; equal on every rank of the group.
+
+    Attributes:
+        num_slices: the ring runs once per slice of a rank's experts, so that ring buffers hold
+            slices rather than whole shares. More slices than experts are as many as experts.
+            "auto" keeps the ring buffers of the backward near two copies of the tokens.
+        max_rows_per_step: rows computed at a time; the step's scratch memory is proportional.
+            "auto" suits the device.
+        grad_dtype: the dtype in which weight gradients travel and are summed: "float32",
+            "bfloat16", "float16" or "float64". Never narrower than the weights' own.
+        layer: the layer's name, for errors and telemetry.
+    """
+
+    num_slices: int | Literal["auto"] = AUTO
+    max_rows_per_step: int | Literal["auto"] = AUTO
+    grad_dtype: str = "float32"
+    layer: str = ""
+    # Made once here, not at each call: torch.compile then sees a constant.
+    spec: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        _check_count("num_slices", self.num_slices)
+        _check_count("max_rows_per_step", self.max_rows_per_step)
+        if self.grad_dtype not in _GRAD_DTYPES:
+            raise RelayUsageError(
+                f"RelayOptions: grad_dtype = {self.grad_dtype!r} must be one of "
+                f"{', '.join(_GRAD_DTYPES)}"
+            )
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
+        object.__setattr__(self, "spec", json.dumps(values, sort_keys=True))
+
+    def sum_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of weights of ``weight_dtype`` are summed."""
+        return torch.promote_types(_GRAD_DTYPES[self.grad_dtype], weight_dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def options_from_spec(spec: str) -> RelayOptions:
+    """The inverse of ``RelayOptions.spec``."""
+    return RelayOptions(**json.loads(spec))
+
+
+def _check_count(name: str, value: int | str) -> None:
+    if value == AUTO:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RelayUsageError(f'RelayOptions: {name} = {value!r} must be "auto" or at least 1')

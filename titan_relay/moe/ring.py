@@ -1,0 +1,62 @@
+"""One ring per expert-parallel group: its own communicator, its control channel, its telemetry.
+
+A ring's messages never share a communicator with anything else, so it has a process group of its
+own. Making one is a collective call over the group's ranks; it happens at ``relay_ring(group)``,
+which a trainer calls once while it sets up, or else in the first ``relay_moe`` of the group, which
+every rank of the group reaches in the same order (the ring itself requires that).
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from titan_relay.moe.sibling_group import sibling_group
+from titan_relay.moe.telemetry import RingTelemetry
+from titan_relay.moe.transport import Link, ProcessGroupLink
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """A rank's place in a ring of ``link.size`` ranks.
+
+    ``control`` is a host-side (gloo) group over which ranks compare a few numbers per forward, so
+    that a disagreement is an error on every rank instead of a hang; None for a simulated ring.
+    """
+
+    link: Link
+    control: dist.ProcessGroup | None = None
+    telemetry: RingTelemetry = field(default_factory=RingTelemetry)
+
+
+# torch.distributed's groups are process-wide, and a registered op can be handed only a group's
+# name; this maps each live group to its ring and forgets it with the group.
+_rings: "weakref.WeakKeyDictionary[dist.ProcessGroup, Ring]" = weakref.WeakKeyDictionary()
+
+
+def relay_ring(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Ring:
+    """The ring over an expert-parallel group; made at the first call, the same object after.
+
+    Args:
+        group: at least two ranks; ring order is group order.
+        timeout: how long a rank waits for a neighbour. Default: the group's own timeout.
+
+    The first call is a collective over ``group``; later ones are local.
+    """
+    ring = _rings.get(group)
+    if ring is None:
+        ring = _make_ring(group, timeout or _group_timeout(group))
+        _rings[group] = ring
+    return ring
+
+
+def _make_ring(group: dist.ProcessGroup, timeout: timedelta) -> Ring:
+    messages = sibling_group(group, "relay_ring", dist.get_backend_config(group), timeout)
+    control = sibling_group(group, "relay_control", "gloo", timeout)
+    return Ring(ProcessGroupLink(messages, timeout), control)
+
+
+def _group_timeout(group: dist.ProcessGroup) -> timedelta:
+    backend = group._get_backend(group._device_types[0])
+    return backend.options._timeout

@@ -1,0 +1,60 @@
+"""What a ring did: bytes sent, messages, seconds waited, per layer and operation.
+
+A ``RingTelemetry`` belongs to one ring (``relay_ring(group).telemetry``). It keeps sums, not a
+history, so that its size is bounded by the number of layers.
+"""
+
+import threading
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class RingCounts:
+    """Sums over some calls of one layer's forward or backward on this rank.
+
+    ``wait_seconds`` is the time in which this process was blocked on transfers after the compute
+    that should have hidden them. Where waiting is queued on the device instead of blocking the
+    process (NCCL), it counts the time of queueing only.
+    """
+
+    num_calls: int = 0
+    num_messages: int = 0
+    sent_bytes: int = 0
+    wait_seconds: float = 0.0
+
+    def __add__(self, other: "RingCounts") -> "RingCounts":
+        return RingCounts(
+            self.num_calls + other.num_calls,
+            self.num_messages + other.num_messages,
+            self.sent_bytes + other.sent_bytes,
+            self.wait_seconds + other.wait_seconds,
+        )
+
+
+class RingTelemetry:
+    """Thread-safe sums by ``(layer, operation)``; autograd runs backwards in threads of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str], RingCounts] = {}
+
+    def add(self, layer: str, operation: str, counts: RingCounts) -> None:
+        key = (layer, operation)
+        with self._lock:
+            self._counts[key] = self._counts.get(key, RingCounts()) + replace(counts, num_calls=1)
+
+    def counts(self) -> dict[tuple[str, str], RingCounts]:
+        """The sums since the last ``take``, by ``(layer, operation)``."""
+        with self._lock:
+            return dict(self._counts)
+
+    def take(self) -> dict[tuple[str, str], RingCounts]:
+        """The sums since the last ``take``; they start again from zero."""
+        with self._lock:
+            taken, self._counts = self._counts, {}
+        return taken
+
+
+def total(counts: dict[tuple[str, str], RingCounts]) -> RingCounts:
+    """The sum over every layer and operation."""
+    return sum(counts.values(), RingCounts())

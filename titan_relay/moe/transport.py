@@ -1,0 +1,191 @@
+"""Messages between neighbours of a ring: queue, commit, wait.
+
+One exchange is queued (``send``, ``receive``), started (``commit``) before the compute that hides
+it, and finished (``wait``) after it. Every rank issues the same sequence of exchanges with the same
+sizes; nothing depends on tags, because some backends ignore them. The order is guarded here rather
+than trusted: a broken ring shows as an error, not as a wrong number or a hang.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from titan_relay.moe.errors import RingError, RingMisuseError
+from titan_relay.moe.telemetry import RingCounts
+
+
+@dataclass(frozen=True)
+class Where:
+    """The place of an exchange in the program, for error messages."""
+
+    layer: str
+    operation: str
+    slice: int
+    hop: int
+
+    def __str__(self) -> str:
+        layer = f"layer {self.layer!r}, " if self.layer else ""
+        return f"{layer}{self.operation}, slice {self.slice}, hop {self.hop}"
+
+
+class Transfers(Protocol):
+    """Started messages."""
+
+    def wait(self) -> None: ...
+
+
+class Link(Protocol):
+    """A rank's connection to its two neighbours on a ring of ``size`` ranks."""
+
+    rank: int
+    size: int
+
+    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Transfers:
+        """Start sending to ``rank + 1`` and receiving from ``rank - 1``, pairwise in order."""
+        ...
+
+
+class RingExchange:
+    """The exchanges of one call, at most one of them under way.
+
+    Buffers may be reused as soon as ``wait`` has returned and not before.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._sends: list[torch.Tensor] = []
+        self._receives: list[torch.Tensor] = []
+        self._started: Transfers | None = None
+        self._where: Where | None = None
+        self.counts = RingCounts()
+
+    @property
+    def rank(self) -> int:
+        return self._link.rank
+
+    @property
+    def size(self) -> int:
+        return self._link.size
+
+    def owner(self, hop: int) -> int:
+        """The rank whose share this rank holds at ``hop``."""
+        return (self.rank - hop) % self.size
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Queue ``tensors`` for the next rank; they must stay untouched until ``wait``."""
+        self._check_can_queue(tensors)
+        self._sends += tensors
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Queue buffers for what the previous rank sends; undefined until ``wait``."""
+        self._check_can_queue(tensors)
+        self._receives += tensors
+
+    def commit(self, where: Where) -> None:
+        """Start everything queued. Does nothing when nothing is queued."""
+        if self._started is not None:
+            raise RingMisuseError(f"commit at {where} before the exchange of {self._where} ended")
+        if not self._sends and not self._receives:
+            return
+        _check_distinct(self._sends, self._receives, where)
+        self._where = where
+        try:
+            self._started = self._link.start(self._sends, self._receives)
+        except RuntimeError as error:
+            raise self._failure("could not start", error) from error
+
+    def wait(self) -> None:
+        """Finish the exchange under way. Does nothing when there is none."""
+        if self._started is None:
+            if self._sends or self._receives:
+                raise RingMisuseError("wait for an exchange that was queued but not committed")
+            return
+        begin = time.perf_counter()
+        try:
+            self._started.wait()
+        except RuntimeError as error:
+            raise self._failure("did not finish", error) from error
+        self.counts += RingCounts(
+            num_messages=len(self._sends),
+            sent_bytes=sum(tensor.nbytes for tensor in self._sends),
+            wait_seconds=time.perf_counter() - begin,
+        )
+        self._sends, self._receives, self._started = [], [], None
+
+    def close(self) -> None:
+        """Raise if something is still queued or under way."""
+        if self._sends or self._receives:
+            raise RingMisuseError(f"a call ended with the exchange of {self._where} open")
+
+    def _check_can_queue(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._started is not None:
+            raise RingMisuseError(f"queue while the exchange of {self._where} is under way")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise RingMisuseError(f"a message of shape {tuple(tensor.shape)} is not contiguous")
+
+    def _failure(self, what: str, error: RuntimeError) -> RingError:
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        return RingError(
+            f"ring rank {self.rank} of {self.size}: the exchange at {self._where} {what} "
+            f"(receiving from ring rank {before}, sending to ring rank {after}): {error}"
+        )
+
+
+class ProcessGroupLink:
+    """Messages over a ``torch.distributed`` process group that carries nothing else.
+
+    On NCCL the messages of one exchange form one group call on the communicator's own stream,
+    which waits for the current stream first; ``wait`` makes the current stream wait for it, and
+    the works keep their tensors alive until then. On gloo ``wait`` blocks the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = group.size()
+        self._group = group
+        self._timeout = timeout
+
+    def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Transfers:
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=self._group, group_peer=after) for tensor in sends
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=before)
+            for tensor in receives
+        ]
+        return _Works(dist.batch_isend_irecv(operations), self._timeout)
+
+
+@dataclass
+class _Works:
+    works: list[dist.Work]
+    timeout: timedelta
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait(self.timeout)
+
+
+def _check_distinct(
+    sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], where: Where
+) -> None:
+    """No buffer that is received into may share a byte with another of the same exchange."""
+    spans = [(_span(tensor), True) for tensor in receives]
+    spans += [(_span(tensor), False) for tensor in sends]
+    spans.sort()
+    for ((_, end), first_receives), ((start, _), second_receives) in itertools.pairwise(spans):
+        if start < end and (first_receives or second_receives):
+            raise RingMisuseError(f"{where}: a receive buffer overlaps another message's buffer")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr() if tensor.numel() else 0
+    return start, start + tensor.nbytes
