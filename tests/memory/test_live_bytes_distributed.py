@@ -3,18 +3,16 @@
 One spawned group serves all checks, since starting it is what takes time. float32 throughout.
 """
 
-import traceback
-from pathlib import Path
+import time
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.support.distributed import run_ranks
 from titan_relay.memory import LiveBytes
 
 WORLD_SIZE = 2
@@ -22,6 +20,14 @@ DIM = 8
 WEIGHT_BYTES = DIM * DIM * 4
 SHARD_BYTES = WEIGHT_BYTES // WORLD_SIZE
 BATCH_BYTES = 3 * DIM * 4
+
+
+def assert_live(tracker: LiveBytes, expected_bytes: int, why: str = "") -> None:
+    """What is live once gloo's thread has let go of a collective that has just ended."""
+    deadline = time.monotonic() + 10
+    while tracker.live_bytes != expected_bytes and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert tracker.live_bytes == expected_bytes, why
 
 
 @torch.library.custom_op("live_bytes_test::exchange", mutates_args=())
@@ -42,15 +48,15 @@ def check_dtensor_counts_the_local_part(mesh: DeviceMesh) -> None:
     x = distribute_tensor(full, mesh, [Shard(0)])
     with LiveBytes() as tracker:
         y = x + 1
-        assert tracker.live_bytes == 200, "half of 10 x 10"
+        assert_live(tracker, 200, "half of 10 x 10")
         z = y.redistribute(mesh, [Replicate()])
-        assert tracker.live_bytes == 200 + 400
+        assert_live(tracker, 200 + 400)
         w = z.to_local()
-        assert tracker.live_bytes == 200 + 400
+        assert_live(tracker, 200 + 400)
         del y, z, w
-        assert tracker.live_bytes == 0
+        assert_live(tracker, 0)
         tracker.include(x)
-        assert tracker.live_bytes == x.to_local().untyped_storage().nbytes()
+        assert_live(tracker, x.to_local().untyped_storage().nbytes())
 
 
 def check_fsdp_frees_and_refills(mesh: DeviceMesh) -> None:
@@ -68,10 +74,10 @@ def check_fsdp_frees_and_refills(mesh: DeviceMesh) -> None:
         for layer in model:
             layer.register_forward_hook(lambda *_: inside_layers.append(tracker.live_bytes))
         tracker.include(model)
-        assert tracker.live_bytes == 2 * SHARD_BYTES, "the shards, not the global sizes"
+        assert_live(tracker, 2 * SHARD_BYTES, "the shards, not the global sizes")
         with torch.no_grad(), tracker.phase("forward") as forward:
             y = model(x)
-        assert tracker.live_bytes == 2 * SHARD_BYTES + BATCH_BYTES, "resharded, only y is left"
+        assert_live(tracker, 2 * SHARD_BYTES + BATCH_BYTES, "resharded, only y is left")
         # The hook runs before the layer reshards: at least its own weight is whole, beside the
         # layer's output (and the second layer's input).
         assert inside_layers[0] >= 2 * SHARD_BYTES + WEIGHT_BYTES + BATCH_BYTES
@@ -86,17 +92,19 @@ def check_fsdp_frees_and_refills(mesh: DeviceMesh) -> None:
             with tracker.phase("train") as train:
                 model(x).sum().backward()
             # The shards and their gradients; the root holds no weight of its own.
-            assert tracker.live_bytes == 4 * SHARD_BYTES
+            assert_live(tracker, 4 * SHARD_BYTES)
             peaks_bytes.append(train.peak_bytes)
             model.zero_grad()
-            assert tracker.live_bytes == 2 * SHARD_BYTES
-        assert peaks_bytes[1] == peaks_bytes[2], "the figure repeats"
+            assert_live(tracker, 2 * SHARD_BYTES)
+        # The figure repeats, but for when gloo's thread drops the buffers of a finished collective:
+        # an all-gather's result, a reduce-scatter's input and result.
+        assert abs(peaks_bytes[1] - peaks_bytes[2]) <= 2 * WEIGHT_BYTES + SHARD_BYTES
         # In the last layer's backward at least: the shards, its whole weight and gradient, its
         # input, the gradient of that input.
         assert peaks_bytes[2] >= 2 * SHARD_BYTES + 2 * WEIGHT_BYTES + 2 * BATCH_BYTES
 
 
-def check_a_ring_hop_inside_an_op(mesh: DeviceMesh) -> None:
+def check_a_ring_hop_inside_an_op() -> None:
     x = torch.full((1000,), float(dist.get_rank()))
     with LiveBytes() as tracker:
         y = exchange(x)
@@ -104,31 +112,12 @@ def check_a_ring_hop_inside_an_op(mesh: DeviceMesh) -> None:
         assert (tracker.live_bytes, tracker.peak_bytes) == (4000, 8000)
 
 
-def _run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
-    )
-    failures = []
+def run_checks() -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    for check in CHECKS:
-        try:
-            check(mesh)
-        except Exception:
-            failures.append(f"{check.__name__} on rank {rank}:\n{traceback.format_exc()}")
-    Path(folder, f"failures-{rank}").write_text("\n".join(failures))
-    dist.destroy_process_group()
+    check_dtensor_counts_the_local_part(mesh)
+    check_fsdp_frees_and_refills(mesh)
+    check_a_ring_hop_inside_an_op()
 
 
-CHECKS = (
-    check_dtensor_counts_the_local_part,
-    check_fsdp_frees_and_refills,
-    check_a_ring_hop_inside_an_op,
-)
-
-
-@pytest.mark.timeout(120)
-def test_on_two_ranks(tmp_path: Path) -> None:
-    mp.spawn(_run_rank, args=(str(tmp_path),), nprocs=WORLD_SIZE, join=True)
-    failures = [(tmp_path / f"failures-{rank}").read_text() for rank in range(WORLD_SIZE)]
-    assert not any(failures), "\n".join(failures)
+def test_on_two_ranks() -> None:
+    run_ranks(run_checks, WORLD_SIZE)

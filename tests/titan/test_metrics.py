@@ -228,7 +228,6 @@ def test_sources_are_asked_at_every_report(tmp_path: Path) -> None:
 def test_running_out_of_memory_reports_the_peak(tmp_path: Path, lines: list[str]) -> None:
     processor = build(tmp_path)
     with pytest.raises(torch.OutOfMemoryError), processor.step_memory(3):
-        torch.empty(10)
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert any(line.startswith("Out of memory in step 3: at most 0.00 GiB") for line in lines)
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"), processor.step_memory(4):

@@ -27,6 +27,9 @@ How the traps of dispatch modes are met:
 - Backward, recomputation in `torch.utils.checkpoint` included, runs with the modes that were on
   when `backward` was called, also on the autograd engine's own threads.
 
+A buffer that a communication thread still holds is live, so with asynchronous collectives a figure
+may depend on when that thread lets go.
+
 Not seen: temporaries inside C++ and CUDA operators (a library's workspace), what other Python
 threads allocate, and Python callbacks of higher-order operators. While the mode is on,
 `torch.compile` runs its functions eagerly.
