@@ -59,13 +59,12 @@ def backward_experts_(
     if gradients.weights is not None:
         _zero_experts_without_rows(gradients.weights, segments)
     for expert, first, last in steps(segments, workspace.max_rows):
-        rows_n = rows_N[first:last]
-        token_n, score_n1 = workspace.index.load(rows_n, scores_N, top_k)
+        row_n, token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
         num_rows = last - first
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         g_nD = torch.index_select(dout_TD, 0, token_n, out=workspace.g_RD[:num_rows])
         dh1_nF, dh3_nF, a_nF = _hidden_gradients(
-            gradients, x_nD, g_nD, rows_n, score_n1, weights, expert, activation, workspace
+            gradients, x_nD, g_nD, row_n, score_n1, weights, expert, activation, workspace
         )
         if gradients.weights is not None:
             g_nD.mul_(score_n1)
@@ -83,7 +82,7 @@ def _hidden_gradients(
     gradients: Gradients,
     x_nD: torch.Tensor,
     g_nD: torch.Tensor,
-    rows_n: torch.Tensor,
+    row_n: torch.Tensor,
     score_n1: torch.Tensor,
     weights: ExpertWeights,
     expert: int,
@@ -114,7 +113,7 @@ def _hidden_gradients(
         if weights.b2_gD is not None:
             dscore_n.addmv_(g_nD, weights.b2_gD[expert])
         dscores_N = gradients.dscores_TK.view(-1)
-        dscores_N.index_copy_(0, rows_n.long(), dscore_n.to(dscores_N.dtype))
+        dscores_N.index_copy_(0, row_n, dscore_n.to(dscores_N.dtype))
     dh1_nF = torch.ops.aten.silu_backward.grad_input(u_nF, h1_nF, grad_input=h3_nF)
     if cut1_nF is not None and cut3_nF is not None:
         dh1_nF.masked_fill_(cut1_nF, 0.0)

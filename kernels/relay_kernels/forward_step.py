@@ -41,7 +41,7 @@ def forward_experts_(
     scores_N = scores_TK.reshape(-1)
     top_k = scores_TK.shape[1]
     for expert, first, last in steps(segments, workspace.max_rows):
-        token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
+        _, token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
         num_rows = last - first
         x_nD = workspace.x_RD[:num_rows]
         h1_nF, h3_nF = workspace.h1_RF[:num_rows], workspace.h3_RF[:num_rows]

@@ -83,33 +83,35 @@ class BackwardWorkspace:
 
 
 class RowIndex:
-    """For the rows of one step: the token of each (int64) and its score in the compute dtype."""
+    """For the rows of one step: row and token numbers (int64), scores in the compute dtype."""
 
     def __init__(self, shape: StepShape) -> None:
-        self.token_R = torch.empty(shape.max_rows, dtype=torch.int64, device=shape.device)
+        self.row_R, self.token_R = torch.empty(
+            2, shape.max_rows, dtype=torch.int64, device=shape.device
+        ).unbind(0)
         self.score_R = torch.empty(shape.max_rows, dtype=shape.dtype, device=shape.device)
 
     def load(
         self, rows_n: torch.Tensor, scores_N: torch.Tensor, top_k: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and scores ``(n, 1)`` of the given rows.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Row numbers, tokens and scores ``(n, 1)`` of the given rows.
 
         Example: with ``top_k = 2`` the rows ``[5, 0]`` are choice 1 of token 2 and choice 0 of
         token 0, so tokens are ``[2, 0]`` and scores ``[scores_TK[2, 1], scores_TK[0, 0]]``.
         """
         num_rows = rows_n.shape[0]
-        token_n = self.token_R[:num_rows]
-        torch.div(rows_n, top_k, rounding_mode="floor", out=token_n)
+        row_n = self.row_R[:num_rows].copy_(rows_n)
+        token_n = torch.div(row_n, top_k, rounding_mode="floor", out=self.token_R[:num_rows])
         score_n = self.score_R[:num_rows]
         if scores_N.dtype == score_n.dtype:
-            torch.index_select(scores_N, 0, rows_n, out=score_n)
+            torch.index_select(scores_N, 0, row_n, out=score_n)
         else:
-            score_n.copy_(torch.index_select(scores_N, 0, rows_n))
-        return token_n, score_n.unsqueeze(1)
+            score_n.copy_(torch.index_select(scores_N, 0, row_n))
+        return row_n, token_n, score_n.unsqueeze(1)
 
     @staticmethod
     def num_bytes(shape: StepShape) -> int:
-        return shape.max_rows * (8 + shape.dtype.itemsize)
+        return shape.max_rows * (16 + shape.dtype.itemsize)
 
 
 def _empty(shape: StepShape, width: int) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""Measured live bytes of the relay against the documented formula, and their independence of
+routing."""
+
+import itertools
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from tests.moe.parity import local_weights
+from tests.support.distributed import run_ranks, subgroup
+from tests.support.moe_cases import MoeCase
+from titan_relay.memory import LiveBytes
+from titan_relay.moe import RelayOptions, relay_moe
+from titan_relay.moe.memory import backward_memory, forward_memory, routing_peak_bytes
+from titan_relay.moe.shapes import LayerShape
+
+CPU = torch.device("cpu")
+# The formula leaves out per-expert counts, the agreement's few numbers and scalars.
+TOLERANCE = 0.02
+
+
+def measure(case, group, options):
+    """Peak live bytes of forward and of backward on this rank, without parameter gradients."""
+    rank = 0 if group is None else dist.get_rank(group)
+    data = case.data(rank)
+    inputs = [data.x_TD.requires_grad_(), data.scores_TK.requires_grad_(), data.ids_TK]
+    inputs += local_weights(case, rank)
+    if group is not None:
+        relay_moe(*inputs, group, options)  # makes the ring
+        dist.barrier(group)
+    with LiveBytes(keep_events=True) as tracker:
+        with tracker.phase("forward") as forward:
+            out_TD = relay_moe(*inputs, group, options)
+        tracker.exclude(out_TD)
+        out_TD.backward(data.dout_TD)
+    backward_tracker_peak = tracker.peak_bytes_without(*(weight.grad for weight in inputs[3:]))
+    return forward.peak.live_bytes, backward_tracker_peak
+
+
+def expected(case, options):
+    shape = LayerShape(
+        case.num_ranks,
+        case.num_tokens,
+        case.dim,
+        case.expert_dim,
+        case.num_experts,
+        case.top_k,
+        case.dtype,
+    )
+    forward = forward_memory(shape, options, CPU).total_bytes
+    backward = backward_memory(shape, options, CPU).total_bytes
+    return max(forward, routing_peak_bytes(shape)), backward
+
+
+def check(case, group, options):
+    forward, whole = measure(case, group, options)
+    wanted_forward, wanted_backward = expected(case, options)
+    assert abs(forward / wanted_forward - 1) < TOLERANCE, (case, options, forward, wanted_forward)
+    wanted = max(wanted_forward, wanted_backward)
+    assert abs(whole / wanted - 1) < TOLERANCE, (case, options, whole, wanted)
+    return forward, whole
+
+
+def _check_formula():
+    for num_ranks in (1, 2, 3, 4):
+        group = subgroup(range(num_ranks))
+        if group is None:
+            continue
+        group = None if num_ranks == 1 else group
+        base = MoeCase(num_ranks, num_tokens=512, dim=64, expert_dim=48, num_experts=12)
+        for slices, rows, top_k in itertools.product(("auto", 3), ("auto", 37), (1, 4, 8)):
+            options = RelayOptions(num_slices=slices, max_rows_per_step=rows)
+            check(replace(base, top_k=top_k), group, options)
+        wide = replace(base, dim=32, expert_dim=160)
+        check(wide, group, RelayOptions(num_slices=2))
+        check(replace(base, dtype=torch.bfloat16), group, RelayOptions(num_slices=2))
+        peaks = {
+            check(replace(base, skew=skew), group, RelayOptions())
+            for skew in ("balanced", "zipf", "one_expert")
+        }
+        smallest, largest = min(peaks), max(peaks)
+        assert max(b / a for a, b in zip(smallest, largest, strict=True)) < 1.01, peaks
+    dist.barrier()
+
+
+def test_live_bytes_follow_the_formula_whatever_the_routing():
+    run_ranks(_check_formula, 4)
