@@ -8,9 +8,10 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.distributed import run_ranks
 from titan_relay.memory import LiveBytes
@@ -49,6 +50,8 @@ def check_dtensor_counts_the_local_part(mesh: DeviceMesh) -> None:
     with LiveBytes() as tracker:
         y = x + 1
         assert_live(tracker, 200, "half of 10 x 10")
+        # The first call for these shapes: DTensor derives the result's from fake global tensors.
+        assert tracker.peak_bytes == 200
         z = y.redistribute(mesh, [Replicate()])
         assert_live(tracker, 200 + 400)
         w = z.to_local()
@@ -57,6 +60,14 @@ def check_dtensor_counts_the_local_part(mesh: DeviceMesh) -> None:
         assert_live(tracker, 0)
         tracker.include(x)
         assert_live(tracker, x.to_local().untyped_storage().nbytes())
+
+
+def check_fake_dtensors_count_the_local_part(mesh: DeviceMesh) -> None:
+    with FakeTensorMode(), LiveBytes() as tracker:
+        x = DTensor.from_local(torch.ones(5, 20), mesh, [Shard(0)], run_check=False)
+        y = x * 3
+        assert (tracker.live_bytes, tracker.peak_bytes) == (800, 800)
+        del x, y
 
 
 def check_fsdp_frees_and_refills(mesh: DeviceMesh) -> None:
@@ -115,6 +126,7 @@ def check_a_ring_hop_inside_an_op() -> None:
 def run_checks() -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     check_dtensor_counts_the_local_part(mesh)
+    check_fake_dtensors_count_the_local_part(mesh)
     check_fsdp_frees_and_refills(mesh)
     check_a_ring_hop_inside_an_op()
 

@@ -23,6 +23,8 @@ How the traps of dispatch modes are met:
   selective activation checkpointing does not look inside.
 - A mode runs before tensor subclasses do, and a DTensor would do its local work unseen. For wrapper
   subclasses this mode steps back (`NotImplemented`) and sees the plain calls that come out.
+- DTensor finds out the shape of a result by computing with fake tensors of global shape, which the
+  mode leaves out (`operators.around_sharding_propagation`).
 - Resizing a storage in place is no operator (`storages.on_storage_resize`).
 - Backward, recomputation in `torch.utils.checkpoint` included, runs with the modes that were on
   when `backward` was called, also on the autograd engine's own threads.
@@ -41,15 +43,24 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_relay.memory.ledger import Event, Label, Ledger, Peak, Window
+from titan_relay.memory.operators import (
+    OpTraits,
+    around_sharding_propagation,
+    empty_storages,
+    input_storages,
+    keys_below,
+    storage_keys,
+    tensors_in,
+    traits_of,
+)
 from titan_relay.memory.storages import (
     Trackable,
     has_storage,
@@ -60,12 +71,6 @@ from titan_relay.memory.storages import (
     tensors_of,
 )
 
-# Their kernels are C++, so there is nothing of ours to see inside.
-_BUILTIN_NAMESPACES = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler"})
-# Operators that may give a storage another size, besides every out= variant.
-_RESIZING_OPS = frozenset(
-    {"aten::resize_", "aten::resize_as_", "aten::set_", "inductor::resize_storage_bytes_"}
-)
 _OUTSIDE_PHASES = "(none)"
 
 
@@ -79,15 +84,6 @@ class _Entry(weakref.ref):
     num_bytes: int
     label: Label
     excluded: bool
-
-
-class _OpTraits(NamedTuple):
-    """What has to be known of an operator, looked up once."""
-
-    name: str
-    runs_python: bool
-    may_resize: bool
-    may_alias: bool
 
 
 class _LookInside(TorchFunctionMode):
@@ -128,11 +124,12 @@ class LiveBytes(TorchDispatchMode):
         self._device_type = device_type
         self._ledger = Ledger(keep_events)
         self._entries: dict[int, _Entry] = {}
-        self._traits: dict[Any, _OpTraits] = {}
+        self._traits: dict[Any, OpTraits] = {}
         self._num_storages = 0
         self._phase = _OUTSIDE_PHASES
         self._enclosing_ops = ""
         self._phase_peaks: dict[str, Peak] = {}
+        self._num_pauses = 0
         self._hooks = ExitStack()
         # A storage can die on any thread, and also while this thread holds the lock.
         self._lock = threading.RLock()
@@ -229,6 +226,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._hooks.enter_context(on_storage_resize(self._on_resize))
+        self._hooks.enter_context(around_sharding_propagation(self._pause))
         super().__enter__()
         return self
 
@@ -244,10 +242,12 @@ class LiveBytes(TorchDispatchMode):
         if types and any(is_wrapper(tensor_type) for tensor_type in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if self._num_pauses:
+            return func(*args, **kwargs)
         traits = self._traits.get(func)
         if traits is None:
-            traits = self._traits[func] = _traits_of(func)
-        empty_inputs = _empty_storages(args, kwargs) if traits.may_resize else ()
+            traits = self._traits[func] = traits_of(func)
+        empty_inputs = empty_storages(args, kwargs) if traits.may_resize else ()
         if traits.runs_python:
             outputs = self._run_looking_inside(func, traits.name, args, kwargs)
         else:
@@ -255,11 +255,20 @@ class LiveBytes(TorchDispatchMode):
         if isinstance(outputs, torch.Tensor):
             self._see_output(outputs, traits, args, kwargs, empty_inputs)
         elif outputs is not None:
-            for output in _tensors_in(outputs):
+            for output in tensors_in(outputs):
                 self._see_output(output, traits, args, kwargs, empty_inputs)
         if traits.may_resize:
             self._see_resized_inputs(traits.name, args, kwargs)
         return outputs
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Count nothing new inside."""
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
 
     def _run_looking_inside(self, func: OpOverload, name: str, args: tuple, kwargs: dict) -> Any:
         """Run an operator with this tracker on again inside its Python body.
@@ -270,14 +279,14 @@ class LiveBytes(TorchDispatchMode):
         self._enclosing_ops = f"{outer}{name}/"
         try:
             with _LookInside(self):
-                return func.redispatch(_keys_below(args, kwargs), *args, **kwargs)
+                return func.redispatch(keys_below(args, kwargs), *args, **kwargs)
         finally:
             self._enclosing_ops = outer
 
     def _see_output(
         self,
         output: torch.Tensor,
-        traits: _OpTraits,
+        traits: OpTraits,
         args: tuple,
         kwargs: dict,
         empty_inputs: Sequence[int],
@@ -294,13 +303,13 @@ class LiveBytes(TorchDispatchMode):
             return
         # An unknown storage that came in with the inputs is older than the tracker: not ours,
         # unless it was empty and this call gave it its memory.
-        if traits.may_alias and key not in empty_inputs and key in _storage_keys(args, kwargs):
+        if traits.may_alias and key not in empty_inputs and key in storage_keys(args, kwargs):
             return
         with self._lock:
             self._add(storage, self._label(traits.name))
 
     def _see_resized_inputs(self, op_name: str, args: tuple, kwargs: dict) -> None:
-        for storage in _input_storages(args, kwargs):
+        for storage in input_storages(args, kwargs):
             entry = self._entries.get(storage._cdata)
             if entry is not None:
                 with self._lock:
@@ -364,62 +373,3 @@ class LiveBytes(TorchDispatchMode):
     def _require_events(self, what: str) -> None:
         if self._ledger.events is None:
             raise ValueError(f"LiveBytes.{what} needs LiveBytes(keep_events=True)")
-
-
-def _traits_of(func: Any) -> _OpTraits:
-    """Classify an operator; higher-order operators have neither schema nor dispatcher entry."""
-    if not isinstance(func, OpOverload):
-        return _OpTraits(str(func), runs_python=False, may_resize=False, may_alias=True)
-    qualified_name = func._schema.name
-    is_out_variant = any(argument.is_out for argument in func._schema.arguments)
-    returns_fresh = all(result.alias_info is None for result in func._schema.returns)
-    return _OpTraits(
-        name=str(func),
-        runs_python=func.namespace not in _BUILTIN_NAMESPACES,
-        may_resize=is_out_variant or qualified_name in _RESIZING_OPS,
-        # Only these schemas are known to be right about it.
-        may_alias=not (returns_fresh and func.namespace == "aten"),
-    )
-
-
-def _keys_below(args: tuple, kwargs: dict) -> DispatchKeySet:
-    """Where an operator goes on below this mode: to the next mode, else to its device's kernel."""
-    if torch._C._len_torch_dispatch_stack():
-        return DispatchKeySet(DispatchKey.Python)
-    keys = DispatchKeySet(DispatchKey.Undefined)
-    for tensor in _tensors_in((args, kwargs)):
-        keys = keys | torch._C._dispatch_keys(tensor)
-    keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
-    return keys if keys.raw_repr() else DispatchKeySet(DispatchKey.CPU)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an operator's arguments or results; much faster than a general tree walk."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            if isinstance(item, torch.Tensor):
-                yield item
-            elif isinstance(item, list | tuple | dict):
-                yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        yield from _tensors_in(tuple(value.values()))
-
-
-def _input_storages(args: tuple, kwargs: dict) -> Iterator[torch.UntypedStorage]:
-    for tensor in _tensors_in((args, kwargs)):
-        if tensor.layout is torch.strided:
-            yield tensor.untyped_storage()
-    # `set_` takes a bare storage.
-    for argument in args:
-        if isinstance(argument, torch.UntypedStorage):
-            yield argument
-
-
-def _storage_keys(args: tuple, kwargs: dict) -> set[int]:
-    return {storage._cdata for storage in _input_storages(args, kwargs)}
-
-
-def _empty_storages(args: tuple, kwargs: dict) -> tuple[int, ...]:
-    return tuple(s._cdata for s in _input_storages(args, kwargs) if s.nbytes() == 0)
