@@ -61,8 +61,8 @@ def _train_command(steps: int) -> list[str]:
 def _report(steps: int) -> None:
     """Print the losses beside the entropy that a model of token frequencies alone would reach."""
     entropy = json.loads(REPORT.read_text())["unigram_entropy_nats"]
-    train_step, train_loss = _last_point("loss")
-    validation_step, validation_loss = _last_point("validation/loss")
+    train_step, train_loss = _last_point("loss_metrics/global_avg_loss")
+    validation_step, validation_loss = _last_point("validation_metrics/loss")
     print(
         f"\nUnigram entropy of the corpus    {entropy:.3f} nats per token\n"
         f"Training loss at step {train_step:<10} {train_loss:.3f} ({train_loss - entropy:+.3f})\n"

@@ -46,7 +46,7 @@ def _train(loaded: Loaded, world_size: int) -> int:
     _single_process_environment()
     from titan_relay.titan.run import run
 
-    return run(loaded.config, world_size)
+    return run(loaded.config, world_size, loaded.sources)
 
 
 def _single_process_environment() -> None:

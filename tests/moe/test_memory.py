@@ -4,6 +4,7 @@ routing."""
 import itertools
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -62,21 +63,22 @@ def check(case, group, options):
     return forward, whole
 
 
-def _check_formula():
+def _check_formula(circulate):
     for num_ranks in (1, 2, 3, 4):
         group = subgroup(range(num_ranks))
         if group is None:
             continue
         group = None if num_ranks == 1 else group
         base = MoeCase(num_ranks, num_tokens=512, dim=64, expert_dim=48, num_experts=12)
-        for slices, rows, top_k in itertools.product(("auto", 3), ("auto", 37), (1, 4, 8)):
-            options = RelayOptions(num_slices=slices, max_rows_per_step=rows)
+        for slices, rows, top_k in itertools.product(("auto", 3), ("auto", 37), (1, 8)):
+            options = RelayOptions(circulate, num_slices=slices, max_rows_per_step=rows)
             check(replace(base, top_k=top_k), group, options)
         wide = replace(base, dim=32, expert_dim=160)
-        check(wide, group, RelayOptions(num_slices=2))
-        check(replace(base, dtype=torch.bfloat16), group, RelayOptions(num_slices=2))
+        check(wide, group, RelayOptions(circulate, num_slices=2))
+        narrow = replace(base, dtype=torch.bfloat16)
+        check(narrow, group, RelayOptions(circulate, num_slices=2))
         peaks = {
-            check(replace(base, skew=skew), group, RelayOptions())
+            check(replace(base, skew=skew), group, RelayOptions(circulate))
             for skew in ("balanced", "zipf", "one_expert")
         }
         smallest, largest = min(peaks), max(peaks)
@@ -84,5 +86,6 @@ def _check_formula():
     dist.barrier()
 
 
-def test_live_bytes_follow_the_formula_whatever_the_routing():
-    run_ranks(_check_formula, 4)
+@pytest.mark.parametrize("circulate", ["experts", "tokens"])
+def test_live_bytes_follow_the_formula_whatever_the_routing(circulate):
+    run_ranks(_check_formula, 4, circulate)

@@ -15,9 +15,7 @@ from titan_relay.titan.balance_hook import moe_layers
 from titan_relay.titan.experts import native_dtype_experts
 from titan_relay.titan.families import build_model_config
 
-TINY_MOE = MoEConfig(
-    num_experts=6, top_k=2, expert_dim=24, score_func="softmax", route_norm=True
-)
+TINY_MOE = MoEConfig(num_experts=6, top_k=2, expert_dim=24, score_func="softmax", route_norm=True)
 TINY = ModelConfig(
     family="qwen3_moe",
     dim=32,

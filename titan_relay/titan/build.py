@@ -5,6 +5,7 @@ Sections and keys carry torchtitan's names; what differs in name is said in `doc
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torchtitan.components.checkpointer import CheckpointManager
@@ -19,7 +20,7 @@ from torchtitan.config.override import OverrideConfig
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 
-from titan_relay.config import ConfigError, degrees_of
+from titan_relay.config import Sources, degrees_of
 from titan_relay.config.schema import DataConfig, RunConfig
 from titan_relay.moe import RelayOptions
 from titan_relay.titan import cpu
@@ -44,12 +45,7 @@ def global_batch_size(run: RunConfig, world_size: int) -> int:
 
 
 def build_trainer_config(run: RunConfig, world_size: int) -> RelayTrainer.Config:
-    """The torchtitan configuration of a validated run.
-
-    Raises:
-        ConfigError: for what only this device cannot do.
-    """
-    _check_device(run)
+    """The torchtitan configuration of a run that `validate` and `check_device` have passed."""
     rows = global_batch_size(run, world_size)
     return RelayTrainer.Config(
         run=run,
@@ -73,9 +69,7 @@ def build_trainer_config(run: RunConfig, world_size: int) -> RelayTrainer.Config
             **{k: v for k, v in _fields(run.debug).items() if k != "print_config"},
             enable_structured_logging=False,
         ),
-        metrics=RelayMetricsProcessor.Config(
-            **_fields(run.metrics), total_steps=run.training.steps
-        ),
+        metrics=_metrics(run),
         loss=_loss(run),
         tokenizer=RelayTokenizer.Config(settings=run.tokenizer),
         dataloader=_dataloader(run.data, run, rows),
@@ -86,26 +80,35 @@ def build_trainer_config(run: RunConfig, world_size: int) -> RelayTrainer.Config
 
 def _fields(section: Any) -> dict[str, Any]:
     """A section whose keys are exactly torchtitan's; tuples become the lists torchtitan has."""
-    values = {name: getattr(section, name) for name in section.__dataclass_fields__}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return {name: _as_lists(getattr(section, name)) for name in section.__dataclass_fields__}
 
 
-def _check_device(run: RunConfig) -> None:
-    """Refuse what the configuration allows but this device's attention or the loss does not."""
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def check_device(run: RunConfig, sources: Sources) -> None:
+    """Refuse what the configuration allows but this device's attention does not.
+
+    Raises:
+        ConfigError: one line with the key, the value and the fix.
+    """
     cp, seq_len = run.parallelism.context_parallel_degree, run.training.seq_len
-    num_chunks = run.loss.num_chunks
-    if run.loss.name == "chunked_cross_entropy" and seq_len // cp % num_chunks:
-        raise ConfigError(
-            f"loss.num_chunks = {num_chunks}: does not divide the {seq_len // cp} tokens of a "
-            "sequence on one context-parallel rank; choose a divisor of it"
-        )
+    balancer = run.parallelism.context_parallel_load_balancer
     if cpu.on_cpu():
-        return
-    if cp > 1 and seq_len % (cp * _FLEX_BLOCK):
+        if cp > 1 and balancer == "ptrr":
+            raise sources.error(
+                "parallelism.context_parallel_load_balancer",
+                balancer,
+                'needs FlexAttention, which does not train on CPU; use "headtail" or "none"',
+            )
+    elif cp > 1 and seq_len % (cp * _FLEX_BLOCK):
         nearest = max(1, round(seq_len / (cp * _FLEX_BLOCK))) * cp * _FLEX_BLOCK
-        raise ConfigError(
-            f"training.seq_len = {seq_len}: with context_parallel_degree = {cp} FlexAttention needs "
-            f"a multiple of {cp} x {_FLEX_BLOCK}, such as {nearest}"
+        raise sources.error(
+            "training.seq_len",
+            seq_len,
+            f"FlexAttention under context_parallel_degree = {cp} needs a multiple of "
+            f"{cp} * {_FLEX_BLOCK}, such as {nearest}",
         )
 
 
@@ -164,7 +167,19 @@ def _optimizer(run: RunConfig) -> OptimizersContainer.Config:
 
 
 def _checkpoint(run: RunConfig) -> CheckpointManager.Config:
-    return CheckpointManager.Config(**_fields(run.checkpoint))
+    values = _fields(run.checkpoint)
+    # Without a path the key means nothing, and torchtitan warns of it at every start.
+    values["initial_load_model_only"] &= run.checkpoint.initial_load_path is not None
+    return CheckpointManager.Config(**values)
+
+
+def _metrics(run: RunConfig) -> RelayMetricsProcessor.Config:
+    values = _fields(run.metrics)
+    values["disable_color_printing"] |= not sys.stderr.isatty()
+    compiled = run.compile.enable and "model" in run.compile.components
+    return RelayMetricsProcessor.Config(
+        **values, total_steps=run.training.steps, track_live_tensors=not compiled
+    )
 
 
 def _loss(run: RunConfig) -> BaseLoss.Config:

@@ -6,6 +6,7 @@ an accelerator none of them does anything. The attention that runs on CPU is in 
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ def adapt_torchtitan() -> None:
         utils.device_type = "cpu"
         utils.device_module = cpu_module
         utils.get_local_device = _cpu_device
+        utils.get_peak_flops = _no_peak_flops
 
     import torchtitan.distributed.utils as distributed_utils
 
@@ -51,6 +53,11 @@ def adapt_torchtitan() -> None:
 def _cpu_device() -> torch.device:
     """This process's device. Without an index: DTensor refuses to mix `cpu` and `cpu:0`."""
     return torch.device("cpu")
+
+
+def _no_peak_flops(device_name: str) -> float:
+    """A CPU has no peak to compare with; torchtitan would assume that of an A100."""
+    return math.nan
 
 
 def sum_gradients_without_premul(model: nn.Module) -> None:

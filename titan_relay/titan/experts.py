@@ -32,9 +32,7 @@ class NativeDtypeExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         pass
 
-    def forward(
-        self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Apply expert e to its rows, which stand together and in the order of experts.
 
         On CPU experts run one after another: the grouped GEMM there is such a loop too.

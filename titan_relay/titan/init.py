@@ -74,7 +74,10 @@ def _local_block(param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tu
 
 
 def _global_index(
-    flat: torch.Tensor, local_shape: tuple[int, ...], shape: tuple[int, ...], offset: tuple[int, ...]
+    flat: torch.Tensor,
+    local_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
 ) -> torch.Tensor:
     """Index in the whole tensor of each flat index into the local block."""
     index = torch.zeros_like(flat)
@@ -92,7 +95,11 @@ def fill_normal(param: torch.Tensor, *, key: int, std: float) -> None:
     local, shape, offset = _local_block(param)
     if local.numel() == 0:
         return
-    values = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
+    values = (
+        local
+        if local.is_contiguous()
+        else torch.empty_like(local, memory_format=torch.contiguous_format)
+    )
     flat_values = values.view(-1)
     for start in range(0, local.numel(), _CHUNK_ELEMENTS):
         stop = min(start + _CHUNK_ELEMENTS, local.numel())

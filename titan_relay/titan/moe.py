@@ -53,9 +53,11 @@ class MoE(TitanMoE):
         scores_BLK = routing.scores_BLK
         if self.training and torch.is_grad_enabled():
             scores_BLK = self._attach_balance(routing, valid_BL)
-        num_tokens_per_expert_E = torch.zeros_like(routing.probs_BLE, dtype=torch.bool).scatter_(
-            -1, routing.expert_ids_BLK, True
-        ).sum(dim=(0, 1))
+        num_tokens_per_expert_E = (
+            torch.zeros_like(routing.probs_BLE, dtype=torch.bool)
+            .scatter_(-1, routing.expert_ids_BLK, True)
+            .sum(dim=(0, 1))
+        )
         out_BLD = self.routed_experts(
             x_BLD, scores_BLK, routing.expert_ids_BLK, num_tokens_per_expert_E
         )

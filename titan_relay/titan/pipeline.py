@@ -13,15 +13,40 @@ from typing import Any
 from torch import nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
+from titan_relay.titan.balance_hook import moe_layers
+
 PipelineParts = tuple[Any, list[nn.Module], bool, bool]
 
 
 def pipeline(model: nn.Module, **kwargs: Any) -> PipelineParts:
     """torchtitan's `pipelining_fn`: the schedule, this rank's parts, is first stage, is last."""
     schedule, parts, has_first, has_last = pipeline_llm(model, **kwargs)
+    for stage in _stages(schedule):
+        _forget_metadata_inference(stage)
     if "arg_mbs" not in inspect.signature(type(schedule).step).parameters:
         schedule = MicrobatchSchedule(schedule)
     return schedule, parts, has_first, has_last
+
+
+def _stages(schedule: Any) -> Sequence[Any]:
+    one = getattr(schedule, "_stage", None)
+    return schedule._stages if one is None else [one]
+
+
+def _forget_metadata_inference(stage: Any) -> None:
+    """Drop what routers recorded while a stage found out its shapes.
+
+    Before its first step a stage runs forward and backward on uninitialised memory. Its gradients
+    are cleared, but our meters would keep its loads, or stop the run if that memory held a NaN.
+    """
+    clean_up = stage._post_metadata_inference_cleanup
+
+    def clean_up_and_reset() -> None:
+        clean_up()
+        for _, moe in moe_layers([stage.submod]):
+            moe.meter.reset()
+
+    stage._post_metadata_inference_cleanup = clean_up_and_reset
 
 
 class MicrobatchSchedule:
@@ -29,11 +54,6 @@ class MicrobatchSchedule:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
-
-    @property
-    def _stages(self) -> Sequence[Any]:
-        one = getattr(self._schedule, "_stage", None)
-        return self._schedule._stages if one is None else [one]
 
     def step(self, **microbatches: Any) -> None:
         """Forward and backward of all microbatches; losses are appended to `losses`."""
@@ -55,7 +75,7 @@ class MicrobatchSchedule:
         return_outputs: bool = False,
     ) -> None:
         self._schedule._has_backward = has_backward
-        for stage in self._stages:
+        for stage in _stages(self._schedule):
             stage.has_backward = has_backward
             stage.clear_runtime_states()
         self._schedule._step_microbatches(

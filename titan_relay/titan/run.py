@@ -11,25 +11,26 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
-from titan_relay.config.schema import RunConfig
+from titan_relay.config import RunConfig, Sources
 from titan_relay.data import DataError
+from titan_relay.moe import RingError
 from titan_relay.titan.balance_hook import NonFiniteRouterError
-from titan_relay.titan.build import build_trainer_config
+from titan_relay.titan.build import build_trainer_config, check_device
+from titan_relay.titan.metrics_folder import FolderError
 from titan_relay.titan.summary import log_summary
 from titan_relay.titan.trainer import RelayTrainer
 
 
-def run(config: RunConfig, world_size: int) -> int:
+def run(config: RunConfig, world_size: int, sources: Sources) -> int:
     """Train; returns the process's exit code.
 
     Raises:
         ConfigError: before the process group starts.
     """
     rank = int(os.environ["RANK"])
-    init_logger()
-    if rank != 0:
-        logger.setLevel(logging.WARNING)
+    _init_logging(rank)
     _set_threads(config)
+    check_device(config, sources)
     trainer_config = build_trainer_config(config, world_size)
     done = finished_step(config)
     if done is not None:
@@ -48,7 +49,7 @@ def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
         trainer = trainer_config.build()
         trainer.train()
         return 0
-    except (DataError, NonFiniteRouterError) as error:
+    except (DataError, FolderError, NonFiniteRouterError, RingError) as error:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
         return 1
     finally:
@@ -68,6 +69,14 @@ def finished_step(config: RunConfig) -> int | None:
     ]
     newest = max(steps, default=0)
     return newest if newest >= config.training.steps else None
+
+
+def _init_logging(rank: int) -> None:
+    """Let rank 0 tell the story; the others speak of errors and of their own data only."""
+    init_logger()
+    if rank != 0:
+        logger.setLevel(logging.ERROR)
+        logging.getLogger("titan_relay").setLevel(logging.WARNING)
 
 
 def _set_threads(config: RunConfig) -> None:

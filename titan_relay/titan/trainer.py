@@ -14,7 +14,8 @@ from titan_relay.config.schema import RunConfig
 from titan_relay.titan import cpu
 from titan_relay.titan.attention import prepare_cpu_batch
 from titan_relay.titan.balance_hook import BalanceStep, moe_layers
-from titan_relay.titan.step_metrics import step_metrics
+from titan_relay.titan.curves import StepCurves
+from titan_relay.titan.metrics import RelayMetricsProcessor
 
 
 class RelayTrainer(Trainer):
@@ -25,6 +26,7 @@ class RelayTrainer(Trainer):
         run: RunConfig
 
     config: Config
+    metrics_processor: RelayMetricsProcessor
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -37,7 +39,12 @@ class RelayTrainer(Trainer):
             num_copies=self.parallel_dims.tp if tokens_are_repeated else 1,
             device=self.device,
         )
-        self.optimizers.register_step_pre_hook(self._before_optimizer_step)
+        self.optimizers.register_step_pre_hook(self.balance)
+        curves = StepCurves(self.balance, self.model_parts)
+        self.metrics_processor.add_source(curves.balance)
+        self.metrics_processor.add_source(curves.relay, over="mean")
+        self.metrics_processor.add_source(curves.relay_wait, over="max")
+        self.curves = curves
 
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
@@ -49,7 +56,9 @@ class RelayTrainer(Trainer):
         """
         torch.manual_seed(step_seed(self.config.run.debug.seed, self.step))
         self.balance.step = self.step
-        super().train_step(data_iterator)
+        self.curves.num_steps += 1
+        with self.metrics_processor.step_memory(self.step):
+            super().train_step(data_iterator)
 
     def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> Any:
         """Run one microbatch forward and backward."""
@@ -72,9 +81,6 @@ class RelayTrainer(Trainer):
         )
         self.ntokens_seen += labels.numel()
         return inputs, labels, {"positions": positions, "attention_masks": mask}
-
-    def _before_optimizer_step(self, *_: object) -> None:
-        self.balance()
 
 
 def step_seed(seed: int, step: int) -> int:

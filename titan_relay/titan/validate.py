@@ -11,6 +11,7 @@ from torchtitan.components.validate import Validator
 
 from titan_relay.titan import cpu
 from titan_relay.titan.attention import prepare_cpu_batch
+from titan_relay.titan.metrics import RelayMetricsProcessor
 
 
 class RelayValidator(Validator):
@@ -19,6 +20,12 @@ class RelayValidator(Validator):
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
         pass
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Validate after `step`; its time and tokens do not count as training's."""
+        assert isinstance(self.metrics_processor, RelayMetricsProcessor)
+        with self.metrics_processor.validating():
+            super().validate(model_parts, step)
 
     def post_dataloading_process(
         self,
