@@ -54,9 +54,8 @@ from titan_relay.memory.ledger import Event, Label, Ledger, Peak, Window
 from titan_relay.memory.operators import (
     OpTraits,
     around_sharding_propagation,
-    empty_storages,
-    input_storages,
     keys_below,
+    resizable,
     storage_keys,
     tensors_in,
     traits_of,
@@ -71,6 +70,12 @@ from titan_relay.memory.storages import (
     tensors_of,
 )
 
+# Calls that only read a tensor, `__get__` being every attribute (views of a kind, such as `.T`,
+# included): not worth turning the tracker on for.
+_READING_CALLS = frozenset(
+    {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "item", "numel"}
+    | {"size", "storage_offset", "stride"}
+)
 _OUTSIDE_PHASES = "(none)"
 
 
@@ -96,12 +101,14 @@ class _LookInside(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        # Not `with tracker`: that would also install the resize hook once more.
-        TorchDispatchMode.__enter__(self._tracker)
+        if getattr(func, "__name__", "") in _READING_CALLS:
+            return func(*args, **(kwargs or {}))
+        # Not `with tracker`: that is slow, and would also install the hooks once more.
+        torch._C._push_on_torch_dispatch_stack(self._tracker)
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            TorchDispatchMode.__exit__(self._tracker, None, None, None)
+            torch._C._pop_torch_dispatch_stack(None)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -247,7 +254,8 @@ class LiveBytes(TorchDispatchMode):
         traits = self._traits.get(func)
         if traits is None:
             traits = self._traits[func] = traits_of(func)
-        empty_inputs = empty_storages(args, kwargs) if traits.may_resize else ()
+        targets = resizable(traits, args, kwargs) if traits.may_resize else ()
+        empty_inputs = [s._cdata for s in targets if s.nbytes() == 0]
         if traits.runs_python:
             outputs = self._run_looking_inside(func, traits.name, args, kwargs)
         else:
@@ -257,8 +265,8 @@ class LiveBytes(TorchDispatchMode):
         elif outputs is not None:
             for output in tensors_in(outputs):
                 self._see_output(output, traits, args, kwargs, empty_inputs)
-        if traits.may_resize:
-            self._see_resized_inputs(traits.name, args, kwargs)
+        for storage in targets:
+            self._see_resized(storage, traits.name)
         return outputs
 
     @contextmanager
@@ -295,11 +303,11 @@ class LiveBytes(TorchDispatchMode):
             for plain in plain_tensors(output):
                 self._see_output(plain, traits, args, kwargs, empty_inputs)
             return
-        if not self._counts(output):
+        if output.layout is not torch.strided:
             return
         storage = output.untyped_storage()
         key = storage._cdata
-        if key in self._entries:
+        if key in self._entries or not self._counts(output):
             return
         # An unknown storage that came in with the inputs is older than the tracker: not ours,
         # unless it was empty and this call gave it its memory.
@@ -308,12 +316,11 @@ class LiveBytes(TorchDispatchMode):
         with self._lock:
             self._add(storage, self._label(traits.name))
 
-    def _see_resized_inputs(self, op_name: str, args: tuple, kwargs: dict) -> None:
-        for storage in input_storages(args, kwargs):
-            entry = self._entries.get(storage._cdata)
-            if entry is not None:
-                with self._lock:
-                    self._set_size(entry, storage.nbytes(), self._label(op_name))
+    def _see_resized(self, storage: torch.UntypedStorage, op_name: str) -> None:
+        entry = self._entries.get(storage._cdata)
+        if entry is not None and entry.num_bytes != storage.nbytes():
+            with self._lock:
+                self._set_size(entry, storage.nbytes(), self._label(op_name))
 
     def _on_resize(self, storage: torch.UntypedStorage) -> None:
         with self._lock:

@@ -26,21 +26,23 @@ class OpTraits(NamedTuple):
     runs_python: bool
     may_resize: bool
     may_alias: bool
+    out_names: tuple[str, ...]
 
 
 def traits_of(func: Any) -> OpTraits:
     """Classify an operator; higher-order operators have neither schema nor dispatcher entry."""
     if not isinstance(func, OpOverload):
-        return OpTraits(str(func), runs_python=False, may_resize=False, may_alias=True)
+        return OpTraits(str(func), False, False, may_alias=True, out_names=())
     qualified_name = func._schema.name
-    is_out_variant = any(argument.is_out for argument in func._schema.arguments)
+    out_names = tuple(argument.name for argument in func._schema.arguments if argument.is_out)
     returns_fresh = all(result.alias_info is None for result in func._schema.returns)
     return OpTraits(
         name=str(func),
         runs_python=func.namespace not in _BUILTIN_NAMESPACES,
-        may_resize=is_out_variant or qualified_name in _RESIZING_OPS,
+        may_resize=bool(out_names) or qualified_name in _RESIZING_OPS,
         # Only these schemas are known to be right about it.
         may_alias=not (returns_fresh and func.namespace == "aten"),
+        out_names=out_names,
     )
 
 
@@ -69,22 +71,26 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(tuple(value.values()))
 
 
-def input_storages(args: tuple, kwargs: dict) -> Iterator[torch.UntypedStorage]:
-    for tensor in tensors_in((args, kwargs)):
+def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages of an operator's arguments, bare ones (`set_` takes one) included."""
+    for tensor in tensors_in(value):
         if tensor.layout is torch.strided:
             yield tensor.untyped_storage()
-    # `set_` takes a bare storage.
-    for argument in args:
+    for argument in value:
         if isinstance(argument, torch.UntypedStorage):
             yield argument
 
 
 def storage_keys(args: tuple, kwargs: dict) -> set[int]:
-    return {storage._cdata for storage in input_storages(args, kwargs)}
+    """Identities of the storages that an operator was given."""
+    return {storage._cdata for storage in storages_in((*args, *kwargs.values()))}
 
 
-def empty_storages(args: tuple, kwargs: dict) -> tuple[int, ...]:
-    return tuple(s._cdata for s in input_storages(args, kwargs) if s.nbytes() == 0)
+def resizable(traits: OpTraits, args: tuple, kwargs: dict) -> list[torch.UntypedStorage]:
+    """The storages that an operator which may resize could give another size."""
+    if traits.out_names:
+        return list(storages_in([kwargs[name] for name in traits.out_names if name in kwargs]))
+    return list(storages_in(args[:1]))
 
 
 @contextmanager
