@@ -29,12 +29,14 @@ from relay_kernels.workspace import BackwardWorkspace
 class Gradients:
     """Where gradients go; None means that nobody asks for that one, and its work is left out.
 
-    ``dx_TD`` and ``dscores_TK`` are summed into and written; ``weights`` is overwritten.
+    ``dx_TD`` is summed into and ``dscores_TK`` is written. ``weights`` is summed into if
+    ``accumulate_weights``, and otherwise overwritten (with zeros for an expert without rows).
     """
 
     dx_TD: torch.Tensor | None
     dscores_TK: torch.Tensor | None
     weights: ExpertWeights | None
+    accumulate_weights: bool = False
 
 
 def backward_experts_(
@@ -50,13 +52,12 @@ def backward_experts_(
 ) -> None:
     """Gradients of ``forward_experts_`` for the rows of the segments.
 
-    ``dx`` is summed into; the score gradients of these rows are written (each row belongs to one
-    expert); the weight gradients are overwritten, with zeros for an expert without rows.
+    Score gradients are written for these rows alone: each row belongs to one expert.
     """
     assert len(segments) == weights.num_experts
     scores_N = scores_TK.reshape(-1)
     top_k = scores_TK.shape[1]
-    if gradients.weights is not None:
+    if gradients.weights is not None and not gradients.accumulate_weights:
         _zero_experts_without_rows(gradients.weights, segments)
     for expert, first, last in steps(segments, workspace.max_rows):
         row_n, token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
@@ -68,7 +69,7 @@ def backward_experts_(
         )
         if gradients.weights is not None:
             g_nD.mul_(score_n1)
-            accumulate = first != segments[expert][0]
+            accumulate = gradients.accumulate_weights or first != segments[expert][0]
             _weight_gradients_(
                 gradients.weights, expert, accumulate, x_nD, g_nD, a_nF, dh1_nF, dh3_nF, workspace
             )

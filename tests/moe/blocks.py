@@ -13,7 +13,13 @@ DIM, EXPERT_DIM, NUM_EXPERTS, TOP_K = 8, 6, 4, 2
 class Block(nn.Module):
     """Router, relay, and a residual add; ``post_norm`` puts a norm on the relay's output."""
 
-    def __init__(self, group: dist.ProcessGroup | None, seed: int, post_norm: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        seed: int,
+        post_norm: bool = False,
+        circulate: str = "experts",
+    ) -> None:
         super().__init__()
         self.group, self.post_norm = group, post_norm
         num_ranks = 1 if group is None else group.size()
@@ -31,7 +37,7 @@ class Block(nn.Module):
         self.w1 = nn.Parameter(weight(NUM_EXPERTS, EXPERT_DIM, DIM)[mine].clone())
         self.w2 = nn.Parameter(weight(NUM_EXPERTS, DIM, EXPERT_DIM)[mine].clone())
         self.w3 = nn.Parameter(weight(NUM_EXPERTS, EXPERT_DIM, DIM)[mine].clone())
-        self.options = RelayOptions(layer=f"block{seed}")
+        self.options = RelayOptions(circulate, layer=f"block{seed}")
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         hidden_TD = x_TD + torch.tanh(x_TD @ self.inner)

@@ -11,6 +11,7 @@ from tests.support.moe_cases import MoeCase
 from titan_relay.moe import RelayOptions, relay_moe, relay_ops
 
 CASE = MoeCase(num_ranks=1, num_tokens=9)
+EXPERTS = RelayOptions(circulate="experts")
 
 
 def leaves(case=CASE, rank=0):
@@ -142,12 +143,12 @@ def _check_frozen_experts():
     case = MoeCase(num_ranks=2)
     rank = dist.get_rank()
     inputs = leaves(case, rank)
-    relay_moe(*inputs, group).sum().backward()
+    relay_moe(*inputs, group, EXPERTS).sum().backward()
     with_chain = messages_sent(group)
     expected = inputs[0].grad.clone()
     frozen = [tensor.detach() for tensor in inputs]
     frozen[0].requires_grad_()
-    relay_moe(*frozen, group).sum().backward()
+    relay_moe(*frozen, group, EXPERTS).sum().backward()
     assert torch.equal(frozen[0].grad, expected)
     # Forward 3 messages, backward 3 with the weights and 3 with their gradients, per slice.
     assert messages_sent(group) == with_chain * 2 // 3

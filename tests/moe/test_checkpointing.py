@@ -52,12 +52,12 @@ def _assert_same(actual, expected):
         assert torch.equal(mine, wanted)
 
 
-def _check_checkpoints(post_norm):
+def _check_checkpoints(post_norm, circulate):
     for num_ranks in (2, 4):
         group = subgroup(range(num_ranks))
         if group is None:
             continue
-        blocks = [Block(group, seed, post_norm) for seed in range(3)]
+        blocks = [Block(group, seed, post_norm, circulate) for seed in range(3)]
         x_TD = torch.randn(10, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
         expected = gradients_of(blocks, x_TD, plain)
         once = messages_sent(group)
@@ -74,12 +74,13 @@ def _check_checkpoints(post_norm):
     dist.barrier()
 
 
-def test_pre_norm_blocks_get_equal_bits_and_no_second_ring():
-    run_ranks(_check_checkpoints, 4, False)
+@pytest.mark.parametrize("circulate", ["experts", "tokens"])
+def test_pre_norm_blocks_get_equal_bits_and_no_second_ring(circulate):
+    run_ranks(_check_checkpoints, 4, False, circulate)
 
 
 def test_post_norm_blocks_get_the_real_value():
-    run_ranks(_check_checkpoints, 4, True)
+    run_ranks(_check_checkpoints, 4, True, "experts")
 
 
 @pytest.mark.parametrize("post_norm", [False, True])

@@ -13,26 +13,30 @@ import torch.distributed as dist
 
 from titan_relay.moe.call import RelayCall
 from titan_relay.moe.errors import RelayUsageError, RingError
-from titan_relay.moe.routing import NO_FAULT, fault_of
+from titan_relay.moe.routing import NO_FAULT, counts_matrix, fault_of
 
+_NUM_TOKENS = "x_TD's number of tokens T"
 _FIELDS = (
-    "x_TD's number of tokens T",
+    _NUM_TOKENS,
     "x_TD's dimension D",
     "w1_eFD's expert dimension F",
     "the number of experts",
     "scores_TK's top-k",
     "the dtype",
-    "the options, the activation or the presence of biases",
+    "the options, the activation, the presence of biases or the scores' dtype",
 )
 
 
-def agree(call: RelayCall, counts: torch.Tensor) -> None:
+def agree(call: RelayCall, num_tokens: int, counts: torch.Tensor) -> None:
     """Raise on every rank, naming ranks and values, when ranks differ or a rank saw a fault."""
     faults = [fault_of(counts)]
     if call.ring is not None and call.ring.control is not None:
-        every = _gather(call, [*_fingerprint(call), *faults[0]])
+        every = _gather(call, [*_fingerprint(call, num_tokens), *faults[0]])
         _check_equal(call, [row[: len(_FIELDS)] for row in every])
+        _check_num_tokens(call, [row[0] for row in every])
         faults = [(row[-2], row[-1]) for row in every]
+    else:
+        _check_num_tokens(call, [num_tokens])
     for rank, (row, expert_id) in enumerate(faults):
         if row != NO_FAULT:
             token, choice = divmod(row, call.shape.top_k)
@@ -42,17 +46,28 @@ def agree(call: RelayCall, counts: torch.Tensor) -> None:
             )
 
 
-def _fingerprint(call: RelayCall) -> list[int]:
+def _fingerprint(call: RelayCall, num_tokens: int) -> list[int]:
     shape = call.shape
-    described = f"{call.options.spec} {call.activation} {shape.has_biases}"
+    described = f"{call.options.spec} {call.activation} {shape.has_biases} {shape.score_dtype}"
     return [
-        shape.num_tokens,
+        num_tokens,
         shape.dim,
         shape.expert_dim,
         shape.num_experts,
         shape.top_k,
         zlib.crc32(str(shape.dtype).encode()),
         zlib.crc32(described.encode()),
+    ]
+
+
+def gather_counts(call: RelayCall, counts: torch.Tensor) -> list[list[list[int]]]:
+    """Every rank's S x E counts."""
+    num_experts = call.shape.num_experts
+    if call.ring is None:
+        return [counts_matrix(counts, num_experts)]
+    return [
+        counts_matrix(torch.tensor(row, dtype=torch.int64), num_experts)
+        for row in _gather(call, counts.tolist())
     ]
 
 
@@ -73,11 +88,26 @@ def _gather(call: RelayCall, numbers: list[int]) -> list[list[int]]:
 def _check_equal(call: RelayCall, every: list[list[int]]) -> None:
     for index, name in enumerate(_FIELDS):
         values = [row[index] for row in every]
-        if len(set(values)) > 1:
-            raise RelayUsageError(
-                f"{_layer(call)}{name} must be equal on all ranks of the expert-parallel group; "
-                f"by rank: {values}"
-            )
+        if len(set(values)) == 1:
+            continue
+        fix = ""
+        if name == _NUM_TOKENS:
+            if call.options.max_tokens_per_rank is not None:
+                continue
+            fix = "; RelayOptions.max_tokens_per_rank allows different numbers"
+        raise RelayUsageError(
+            f"{_layer(call)}{name} must be equal on all ranks of the expert-parallel group; "
+            f"by rank: {values}{fix}"
+        )
+
+
+def _check_num_tokens(call: RelayCall, by_rank: list[int]) -> None:
+    most = call.options.max_tokens_per_rank
+    if most is not None and max(by_rank) > most:
+        raise RelayUsageError(
+            f"{_layer(call)}RelayOptions.max_tokens_per_rank = {most} is less than the number of "
+            f"tokens of a rank of the expert-parallel group; by rank: {by_rank}"
+        )
 
 
 def _layer(call: RelayCall) -> str:

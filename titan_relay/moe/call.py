@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from relay_kernels import ExpertWeights, SwiGLU
+from relay_kernels import ExpertWeights, StepShape, SwiGLU
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.ring import Ring, relay_ring
-from titan_relay.moe.shapes import LayerShape
+from titan_relay.moe.shapes import LayerShape, rows_per_step
 from titan_relay.moe.transport import RingExchange, Where
 
 
@@ -26,19 +26,48 @@ class RelayCall:
     def num_ranks(self) -> int:
         return self.shape.num_ranks
 
-    def exchange(self) -> "RingExchange | None":
+    @property
+    def rank(self) -> int:
+        return 0 if self.ring is None else self.ring.link.rank
+
+    def owner(self, hop: int) -> int:
+        """The rank whose experts or tokens this rank holds at ``hop``."""
+        return (self.rank - hop) % self.num_ranks
+
+    def exchange(self) -> RingExchange | None:
         """A fresh sequence of exchanges, or None on a ring of one."""
         return None if self.ring is None else RingExchange(self.ring.link)
 
-    def finish(self, exchange: "RingExchange | None") -> None:
+    def commit(self, exchange: RingExchange | None, slice_index: int, hop: int) -> None:
+        """Start what is queued, ahead of the compute that hides it."""
+        if exchange is not None:
+            exchange.commit(Where(self.options.layer, self.operation, slice_index, hop))
+
+    def wait(self, exchange: RingExchange | None) -> None:
+        if exchange is not None:
+            exchange.wait()
+
+    def finish(self, exchange: RingExchange | None) -> None:
         """Close the exchanges and report them."""
         if exchange is None or self.ring is None:
             return
         exchange.close()
         self.ring.telemetry.add(self.options.layer, self.operation, exchange.counts)
 
-    def where(self, slice_index: int, hop: int) -> Where:
-        return Where(self.options.layer, self.operation, slice_index, hop)
+    def step_shape(self, num_tokens: int, device: torch.device) -> StepShape:
+        """The step's scratch memory when ``num_tokens`` are at hand at most."""
+        shape = self.shape
+        rows = rows_per_step(shape, self.options, device, num_tokens)
+        return StepShape(rows, shape.dim, shape.expert_dim, shape.dtype, device)
+
+
+@dataclass(frozen=True)
+class Wants:
+    """Which gradients somebody asks for; equal on all ranks."""
+
+    x: bool
+    scores: bool
+    weights: bool
 
 
 def find_ring(group_name: str) -> Ring | None:
@@ -50,15 +79,20 @@ def find_ring(group_name: str) -> Ring | None:
 
 
 def layer_shape(
-    x_TD: torch.Tensor, scores_TK: torch.Tensor, weights: ExpertWeights, num_ranks: int
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    weights: ExpertWeights,
+    num_ranks: int,
+    options: RelayOptions,
 ) -> LayerShape:
     return LayerShape(
         num_ranks=num_ranks,
-        num_tokens=x_TD.shape[0],
+        num_tokens=options.max_tokens_per_rank or x_TD.shape[0],
         dim=x_TD.shape[1],
         expert_dim=weights.w1_gFD.shape[1],
         num_experts=weights.num_experts * num_ranks,
         top_k=scores_TK.shape[1],
         dtype=x_TD.dtype,
+        score_dtype=scores_TK.dtype,
         has_biases=weights.b1_gF is not None,
     )

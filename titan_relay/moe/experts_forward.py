@@ -12,11 +12,11 @@ Shape legend: T tokens, K top-k, D model dimension, e experts of this rank.
 
 import torch
 
-from relay_kernels import ExpertWeights, ForwardWorkspace, StepShape, forward_experts_
+from relay_kernels import ExpertWeights, ForwardWorkspace, forward_experts_
 from titan_relay.moe.call import RelayCall
-from titan_relay.moe.routing import RoutingPlan
-from titan_relay.moe.shapes import num_expert_slices, rows_per_step, slice_bounds
-from titan_relay.moe.transport import RingExchange
+from titan_relay.moe.experts_ring import post_weights, weight_buffers
+from titan_relay.moe.routing import RoutingPlan, segments
+from titan_relay.moe.shapes import expert_slices
 
 
 def experts_forward(
@@ -27,65 +27,28 @@ def experts_forward(
     weights: ExpertWeights,
 ) -> torch.Tensor:
     """``out_TD``, in the dtype of ``x_TD``."""
-    shape = call.shape
-    out_TD = torch.zeros_like(x_TD)
-    workspace = ForwardWorkspace(step_shape(call, x_TD.device))
-    exchange = call.exchange()
-    bounds = slice_bounds(shape.num_local_experts, num_expert_slices(shape, call.options))
-    buffers = weight_buffers(call, weights, bounds)
-    for index, (first, last) in enumerate(bounds):
+    out_TD = torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
+    workspace = ForwardWorkspace(call.step_shape(call.shape.num_tokens, x_TD.device))
+    exchange, bounds = call.exchange(), plan.bounds()
+    slices = expert_slices(call.shape, call.options)
+    buffers = weight_buffers(call, weights, longest=slices[0][1])
+    for index, (first, last) in enumerate(slices):
         held = weights.experts(first, last)
         for hop in range(call.num_ranks):
             arriving = post_weights(exchange, held, buffers, hop)
-            if exchange is not None:
-                exchange.commit(call.where(index, hop))
-            segments = owner_segments(call, plan, exchange, hop, first, last)
+            call.commit(exchange, index, hop)
+            base = call.owner(hop) * call.shape.num_local_experts
             forward_experts_(
-                out_TD, x_TD, scores_TK, plan.rows_N, segments, held, call.activation, workspace
+                out_TD,
+                x_TD,
+                scores_TK,
+                plan.rows_N,
+                segments(bounds, base + first, base + last),
+                held,
+                call.activation,
+                workspace,
             )
-            if exchange is not None:
-                exchange.wait()
+            call.wait(exchange)
             held = arriving or held
     call.finish(exchange)
     return out_TD
-
-
-def step_shape(call: RelayCall, device: torch.device) -> StepShape:
-    shape = call.shape
-    rows = rows_per_step(shape, call.options, device)
-    return StepShape(rows, shape.dim, shape.expert_dim, shape.dtype, device)
-
-
-def weight_buffers(
-    call: RelayCall, weights: ExpertWeights, bounds: list[tuple[int, int]]
-) -> list[ExpertWeights]:
-    """Receive buffers: the slice in use and the one arriving, as far as neither is this rank's."""
-    longest = bounds[0][1] - bounds[0][0]
-    return [weights.empty_like(longest) for _ in range(min(2, call.num_ranks - 1))]
-
-
-def post_weights(
-    exchange: RingExchange | None, held: ExpertWeights, buffers: list[ExpertWeights], hop: int
-) -> ExpertWeights | None:
-    """Queue passing ``held`` on; where the next slice arrives, or None at the last hop."""
-    if exchange is None or hop == exchange.size - 1:
-        return None
-    # Two buffers in turn: at hop h the slice held lies in the other one (or is this rank's own).
-    arriving = buffers[hop % 2].experts(0, held.num_experts)
-    exchange.send(held.tensors())
-    exchange.receive(arriving.tensors())
-    return arriving
-
-
-def owner_segments(
-    call: RelayCall,
-    plan: RoutingPlan,
-    exchange: RingExchange | None,
-    hop: int,
-    first: int,
-    last: int,
-) -> list[tuple[int, int]]:
-    """The rows of local experts ``first <= j < last`` of the rank whose slice is held."""
-    owner = 0 if exchange is None else exchange.owner(hop)
-    base = owner * call.shape.num_local_experts
-    return plan.segments(base + first, base + last)

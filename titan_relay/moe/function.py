@@ -10,6 +10,7 @@ from titan_relay.moe import op  # registers the ops
 from titan_relay.moe.checkpointing import note_relay_output
 from titan_relay.moe.errors import RelayUsageError
 from titan_relay.moe.options import RelayOptions
+from titan_relay.moe.shapes import token_slices
 
 
 class ExpertBiases(NamedTuple):
@@ -69,7 +70,10 @@ def relay_moe(
     num_ranks = 1 if group is None else group.size()
     _check(x_TD, scores_TK, expert_ids_TK, w1_eFD, w2_eDF, w3_eFD, biases)
     group_name = "" if group is None or num_ranks == 1 else group.group_name
-    rows_N, counts = torch.ops.titan_relay.route(expert_ids_TK, w1_eFD.shape[0] * num_ranks)
+    slices = token_slices(options.max_tokens_per_rank or x_TD.shape[0], num_ranks, options)
+    rows_N, counts = torch.ops.titan_relay.route(
+        expert_ids_TK, w1_eFD.shape[0] * num_ranks, slices.num, slices.length
+    )
     out_TD = torch.ops.titan_relay.moe(
         x_TD,
         scores_TK,

@@ -2,20 +2,29 @@
 
 Counted is what a call allocates and gives up again, and its results ``out``, ``dx`` and
 ``dscores``; not the parameters, the inputs, and the tensors that become parameters' gradients.
-With ``b`` bytes per element, ``bg`` per element of a summed gradient, ``g`` experts in the longest
-slice, ``P = 3 D F`` parameters of an expert and ``R`` rows per step:
 
-    routing      20 T K while sorting, then 4 T K until the backward has ended
-    forward      T D b  +  B g P b                      +  R (2D + 2F) b + R (16 + b)
-    backward     T D b  +  B g P b + C g P bg  + T K bs +  R (2D + 5F + 1) b + R (16 + b)
+With ``b`` bytes per element, ``bg`` per element of a summed gradient, ``bs`` per score; ``R`` rows
+per step; ``g`` experts in the longest slice, of ``P = 3 D F`` elements each; ``t`` tokens in the
+longest slice; ``B`` = 0, 1, 2 and ``C`` = 0, 2, 3 buffers at W = 1, 2 and more:
 
-``B`` is the number of weight slices, 0, 1 or 2 at W = 1, 2 or more; ``C`` that of gradient slices,
-0, 2 or 3; ``bs`` the bytes of a score. Where gradients are summed in another dtype than the
-weights', two slices more (one at W = 1), and ``R (2D + 3F) bg`` for the widened operands.
+    forward    result   T D b
+               experts  B g P b
+               tokens   B t (D b + K (bs + 4)) + C t D b
+               step     R (2D + 2F) b + R (16 + b)
+    backward   result   T D b + T K bs
+               experts  B g P b + C g P bg
+               tokens   B t (2 D b + K (bs + 4)) + C t (D b + K bs)
+               step     R (2D + 5F + 1) b + F b + R (16 + b)
+    routing    20 T K while sorting; then 4 T K until the backward has ended, and another 4 T K
+               during a call of a ring of tokens with more than one slice
 
-Only "routing" depends on top-k, and nothing on what the router does.
+Where gradients are summed in another dtype than the weights', the backward has ``R (2D + 3F) bg``
+more for widened operands, and ``2 g P bg`` (experts; one at W = 1) or ``e P bg`` (tokens) for sums.
 
-Notation: W ranks, T tokens per rank, K top-k, D model dimension, F expert hidden dimension.
+Only routing, scores and rows depend on top-k, and nothing depends on what the router does.
+
+Notation: W ranks, T tokens per rank, K top-k, D model dimension, F expert hidden dimension, e
+experts of a rank.
 """
 
 from dataclasses import dataclass
@@ -23,9 +32,13 @@ from dataclasses import dataclass
 import torch
 
 from relay_kernels import BackwardWorkspace, ForwardWorkspace, StepShape
-from titan_relay.moe.gradient_chain import num_chain_buffers, num_own_buffers
+from titan_relay.moe.experts_ring import num_weight_buffers
+from titan_relay.moe.homeward_chain import num_chain_buffers, num_own_buffers
 from titan_relay.moe.options import RelayOptions
-from titan_relay.moe.shapes import LayerShape, num_expert_slices, rows_per_step, slice_bounds
+from titan_relay.moe.routing import TokenSlices
+from titan_relay.moe.shapes import LayerShape, expert_slices, rows_per_step, token_slices
+from titan_relay.moe.tokens_ring import num_block_buffers
+from titan_relay.moe.traffic import backward_traffic, forward_traffic
 
 _SORTING_BYTES_PER_ROW = 20  # int32 keys, sorted keys, int64 order, int32 order
 _ROW_BYTES = 4
@@ -33,34 +46,46 @@ _ROW_BYTES = 4
 
 @dataclass(frozen=True)
 class WorkingMemory:
-    """Bytes of one call's parts; ``total_bytes`` is their sum, the peak of the call."""
+    """Bytes of one call's parts; their sum is the peak of the call."""
 
-    tokens_bytes: int  # out, or dx and dscores
-    ring_weights_bytes: int
-    ring_gradients_bytes: int
+    result_bytes: int  # out, or dx and dscores
+    passing_bytes: int  # buffers of what circulates
+    homeward_bytes: int  # buffers of the sums on their way home
     step_bytes: int
     routing_bytes: int
 
     @property
     def total_bytes(self) -> int:
         return (
-            self.tokens_bytes
-            + self.ring_weights_bytes
-            + self.ring_gradients_bytes
+            self.result_bytes
+            + self.passing_bytes
+            + self.homeward_bytes
             + self.step_bytes
             + self.routing_bytes
         )
 
 
 def forward_memory(shape: LayerShape, options: RelayOptions, device: torch.device) -> WorkingMemory:
-    """The forward on one rank, after the sort; see ``routing_peak_bytes`` for the sort itself."""
-    step = _step_shape(shape, options, device)
+    """The forward on one rank, after the sort; ``routing_peak_bytes`` is the sort itself."""
+    result_bytes = shape.num_tokens * shape.dim * shape.dtype.itemsize
+    if forward_traffic(shape, options).circulate == "experts":
+        step = _step_shape(shape, options, device, shape.num_tokens)
+        passing_bytes, homeward_bytes = _weight_buffers_bytes(shape, options), 0
+        routing_bytes = _rows_bytes(shape)
+    else:
+        slices = token_slices(shape.num_tokens, shape.num_ranks, options)
+        step = _step_shape(shape, options, device, slices.length)
+        hidden_bytes = shape.dim * shape.dtype.itemsize
+        passing_bytes = num_block_buffers(shape.num_ranks) * slices.length
+        passing_bytes *= hidden_bytes + _meta_bytes(shape)
+        homeward_bytes = num_chain_buffers(shape.num_ranks) * slices.length * hidden_bytes
+        routing_bytes = _sliced_rows_bytes(shape, slices)
     return WorkingMemory(
-        tokens_bytes=shape.num_tokens * shape.dim * shape.dtype.itemsize,
-        ring_weights_bytes=_ring_weights_bytes(shape, options),
-        ring_gradients_bytes=0,
-        step_bytes=ForwardWorkspace.num_bytes(step),
-        routing_bytes=_ROW_BYTES * shape.num_tokens * shape.top_k,
+        result_bytes,
+        passing_bytes,
+        homeward_bytes,
+        ForwardWorkspace.num_bytes(step),
+        routing_bytes,
     )
 
 
@@ -70,18 +95,33 @@ def backward_memory(
     device: torch.device,
     *,
     weights_want_gradients: bool = True,
-    score_itemsize: int = 4,
 ) -> WorkingMemory:
-    """The backward on one rank."""
-    step = _step_shape(shape, options, device)
+    """The backward on one rank, with gradients of x and scores wanted."""
+    scores_bytes = shape.top_k * shape.score_dtype.itemsize
+    hidden_bytes = shape.dim * shape.dtype.itemsize
     sum_dtype = options.sum_dtype(shape.dtype) if weights_want_gradients else None
-    scores_bytes = shape.num_tokens * shape.top_k * score_itemsize
+    if backward_traffic(shape, options).circulate == "experts":
+        step = _step_shape(shape, options, device, shape.num_tokens)
+        passing_bytes = _weight_buffers_bytes(shape, options)
+        homeward_bytes = _gradient_buffers_bytes(shape, options, sum_dtype)
+        routing_bytes = _rows_bytes(shape)
+    else:
+        slices = token_slices(shape.num_tokens, shape.num_ranks, options)
+        step = _step_shape(shape, options, device, slices.length)
+        passing_bytes = num_block_buffers(shape.num_ranks) * slices.length
+        passing_bytes *= 2 * hidden_bytes + _meta_bytes(shape)
+        homeward_bytes = num_chain_buffers(shape.num_ranks) * slices.length
+        homeward_bytes *= hidden_bytes + scores_bytes
+        if sum_dtype not in (None, shape.dtype):
+            share = shape.num_local_experts * shape.expert_numel
+            homeward_bytes += share * options.sum_dtype(shape.dtype).itemsize
+        routing_bytes = _sliced_rows_bytes(shape, slices)
     return WorkingMemory(
-        tokens_bytes=shape.num_tokens * shape.dim * shape.dtype.itemsize + scores_bytes,
-        ring_weights_bytes=_ring_weights_bytes(shape, options),
-        ring_gradients_bytes=_ring_gradients_bytes(shape, options, sum_dtype),
-        step_bytes=BackwardWorkspace.num_bytes(step, sum_dtype),
-        routing_bytes=_ROW_BYTES * shape.num_tokens * shape.top_k,
+        shape.num_tokens * (hidden_bytes + scores_bytes),
+        passing_bytes,
+        homeward_bytes,
+        BackwardWorkspace.num_bytes(step, sum_dtype),
+        routing_bytes,
     )
 
 
@@ -90,26 +130,39 @@ def routing_peak_bytes(shape: LayerShape) -> int:
     return _SORTING_BYTES_PER_ROW * shape.num_tokens * shape.top_k
 
 
-def _step_shape(shape: LayerShape, options: RelayOptions, device: torch.device) -> StepShape:
-    rows = rows_per_step(shape, options, device)
+def _step_shape(
+    shape: LayerShape, options: RelayOptions, device: torch.device, num_tokens: int
+) -> StepShape:
+    rows = rows_per_step(shape, options, device, num_tokens)
     return StepShape(rows, shape.dim, shape.expert_dim, shape.dtype, device)
 
 
+def _meta_bytes(shape: LayerShape) -> int:
+    return shape.top_k * (shape.score_dtype.itemsize + _ROW_BYTES)
+
+
+def _rows_bytes(shape: LayerShape) -> int:
+    return _ROW_BYTES * shape.num_tokens * shape.top_k
+
+
+def _sliced_rows_bytes(shape: LayerShape, slices: TokenSlices) -> int:
+    return _rows_bytes(shape) * (2 if slices.num > 1 else 1)
+
+
 def _slice_numel(shape: LayerShape, options: RelayOptions) -> int:
-    bounds = slice_bounds(shape.num_local_experts, num_expert_slices(shape, options))
-    return bounds[0][1] * shape.expert_numel
+    return expert_slices(shape, options)[0][1] * shape.expert_numel
 
 
-def _ring_weights_bytes(shape: LayerShape, options: RelayOptions) -> int:
-    num_slices = min(2, shape.num_ranks - 1)
-    return num_slices * _slice_numel(shape, options) * shape.dtype.itemsize
+def _weight_buffers_bytes(shape: LayerShape, options: RelayOptions) -> int:
+    num_buffers = num_weight_buffers(shape.num_ranks)
+    return num_buffers * _slice_numel(shape, options) * shape.dtype.itemsize
 
 
-def _ring_gradients_bytes(
+def _gradient_buffers_bytes(
     shape: LayerShape, options: RelayOptions, sum_dtype: torch.dtype | None
 ) -> int:
     if sum_dtype is None:
         return 0
-    num_slices = num_chain_buffers(shape.num_ranks)
-    num_slices += num_own_buffers(shape.num_ranks, sum_dtype != shape.dtype)
-    return num_slices * _slice_numel(shape, options) * sum_dtype.itemsize
+    num_buffers = num_chain_buffers(shape.num_ranks)
+    num_buffers += num_own_buffers(shape.num_ranks, sum_dtype != shape.dtype)
+    return num_buffers * _slice_numel(shape, options) * sum_dtype.itemsize

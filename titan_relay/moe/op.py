@@ -14,14 +14,18 @@ from typing import Any
 
 import torch
 
-from relay_kernels import ExpertWeights, Gradients, SwiGLU
+from relay_kernels import ExpertWeights, SwiGLU
 from titan_relay.moe.agreement import agree
-from titan_relay.moe.call import RelayCall, find_ring, layer_shape
+from titan_relay.moe.call import RelayCall, Wants, find_ring, layer_shape
 from titan_relay.moe.checkpointing import value_is_needed
 from titan_relay.moe.experts_backward import experts_backward
 from titan_relay.moe.experts_forward import experts_forward
 from titan_relay.moe.options import options_from_spec
-from titan_relay.moe.routing import NUM_FAULT_FIELDS, plan_from_counts, sort_rows
+from titan_relay.moe.routing import NUM_FAULT_FIELDS, RoutingPlan, TokenSlices, sort_rows
+from titan_relay.moe.tokens_backward import tokens_backward
+from titan_relay.moe.tokens_forward import tokens_forward
+from titan_relay.moe.tokens_ring import exchange_routing
+from titan_relay.moe.traffic import backward_traffic, forward_traffic
 
 NUM_GRADIENTS = 8  # x, scores, w1, w2, w3, b1, b2, b3
 _SECOND_ORDER = (
@@ -31,15 +35,20 @@ _SECOND_ORDER = (
 
 
 @torch.library.custom_op("titan_relay::route", mutates_args=())
-def route(expert_ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    expert_ids_TK: torch.Tensor, num_experts: int, num_slices: int, slice_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``rows_N`` (int32, ids' device) and counts (int64, host); see ``routing.sort_rows``."""
-    return sort_rows(expert_ids_TK, num_experts)
+    return sort_rows(expert_ids_TK, num_experts, TokenSlices(num_slices, slice_length))
 
 
 @route.register_fake
-def _(expert_ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    expert_ids_TK: torch.Tensor, num_experts: int, num_slices: int, slice_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows_N = expert_ids_TK.new_empty(expert_ids_TK.numel(), dtype=torch.int32)
-    counts = torch.empty(num_experts + NUM_FAULT_FIELDS, dtype=torch.int64, device="cpu")
+    num_counts = num_slices * num_experts + NUM_FAULT_FIELDS
+    counts = torch.empty(num_counts, dtype=torch.int64, device="cpu")
     return rows_N, counts
 
 
@@ -64,8 +73,12 @@ def moe(
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
     weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(_contiguous)
     call = _call("forward", x_TD, scores_TK, weights, group_name, options, activation)
-    agree(call, counts)
-    return experts_forward(call, x_TD, scores_TK, plan_from_counts(rows_N, counts), weights)
+    agree(call, x_TD.shape[0], counts)
+    plan = RoutingPlan.read(rows_N, counts, call.shape.num_experts)
+    if forward_traffic(call.shape, call.options).circulate == "experts":
+        return experts_forward(call, x_TD, scores_TK, plan, weights)
+    routing = exchange_routing(call, counts)
+    return tokens_forward(call, x_TD, scores_TK, plan, routing, weights)
 
 
 @moe.register_fake
@@ -96,13 +109,13 @@ def moe_backward(
     """Gradients of x, scores, w1, w2, w3, b1, b2, b3; empty tensors for those not wanted."""
     weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(_contiguous)
     call = _call("backward", x_TD, scores_TK, weights, group_name, options, activation)
-    gradients = Gradients(
-        dx_TD=_zeros(x_TD) if wants_x else None,
-        dscores_TK=_zeros(scores_TK) if wants_scores else None,
-        weights=weights.empty_like(weights.num_experts) if wants_weights else None,
-    )
-    plan = plan_from_counts(rows_N, counts)
-    experts_backward(call, gradients, dout_TD, x_TD, scores_TK, plan, weights)
+    wants = Wants(wants_x, wants_scores, wants_weights)
+    plan = RoutingPlan.read(rows_N, counts, call.shape.num_experts)
+    if backward_traffic(call.shape, call.options).circulate == "experts":
+        gradients = experts_backward(call, wants, dout_TD, x_TD, scores_TK, plan, weights)
+    else:
+        routing = exchange_routing(call, counts)
+        gradients = tokens_backward(call, wants, dout_TD, x_TD, scores_TK, plan, routing, weights)
     given = [gradients.dx_TD, gradients.dscores_TK]
     given += gradients.weights.tensors() if gradients.weights is not None else []
     given += [None] * (NUM_GRADIENTS - len(given))
@@ -163,13 +176,10 @@ def _call(
 ) -> RelayCall:
     ring = find_ring(group_name)
     num_ranks = 1 if ring is None else ring.link.size
-    shape = layer_shape(x_TD, scores_TK, weights, num_ranks)
-    return RelayCall(shape, options_from_spec(options), SwiGLU(*activation), ring, operation)
+    parsed = options_from_spec(options)
+    shape = layer_shape(x_TD, scores_TK, weights, num_ranks, parsed)
+    return RelayCall(shape, parsed, SwiGLU(*activation), ring, operation)
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
-
-
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor, memory_format=torch.contiguous_format)

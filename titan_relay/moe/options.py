@@ -28,26 +28,39 @@ class RelayOptions:
     """Immutable options of ``relay_moe``; equal on every rank of the group.
 
     Attributes:
-        num_slices: the ring runs once per slice of a rank's experts, so that ring buffers hold
-            slices rather than whole shares. More slices than experts are as many as experts.
-            "auto" keeps the ring buffers of the backward near two copies of the tokens.
+        circulate: "experts" (weights go round, tokens stay), "tokens" (the reverse), or "auto",
+            which takes the one that sends fewer bytes, for forward and backward separately.
+        num_slices: the ring runs once per slice (of a rank's experts, or of its tokens), so that
+            ring buffers hold slices rather than whole shares. More slices than experts are as
+            many as experts. "auto" keeps ring buffers near two copies of the tokens.
         max_rows_per_step: rows computed at a time; the step's scratch memory is proportional.
             "auto" suits the device.
+        max_tokens_per_rank: the most tokens that any rank has. Given, ranks may have different
+            numbers of tokens, and choices and buffers follow this one; None: all have the same.
         grad_dtype: the dtype in which weight gradients travel and are summed: "float32",
             "bfloat16", "float16" or "float64". Never narrower than the weights' own.
         layer: the layer's name, for errors and telemetry.
     """
 
+    circulate: Literal["auto", "experts", "tokens"] = AUTO
     num_slices: int | Literal["auto"] = AUTO
     max_rows_per_step: int | Literal["auto"] = AUTO
+    max_tokens_per_rank: int | None = None
     grad_dtype: str = "float32"
     layer: str = ""
     # Made once here, not at each call: torch.compile then sees a constant.
     spec: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
+        if self.circulate not in ("auto", "experts", "tokens"):
+            raise RelayUsageError(
+                f"RelayOptions: circulate = {self.circulate!r} must be one of "
+                "'auto', 'experts', 'tokens'"
+            )
         _check_count("num_slices", self.num_slices)
         _check_count("max_rows_per_step", self.max_rows_per_step)
+        if self.max_tokens_per_rank is not None:
+            _check_count("max_tokens_per_rank", self.max_tokens_per_rank)
         if self.grad_dtype not in _GRAD_DTYPES:
             raise RelayUsageError(
                 f"RelayOptions: grad_dtype = {self.grad_dtype!r} must be one of "

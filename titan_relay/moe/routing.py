@@ -2,9 +2,10 @@
 
 A routed copy (a row) is numbered ``t * K + k``. Example with K = 2, E = 3 and ids
 ``[[2, 0], [0, 1]]``: sorted by expert the rows are ``[1, 2, 3, 0]`` and the counts ``[2, 1, 1]``.
-The sort is stable, so the rows of one expert are in order of token.
+The sort is stable, so the rows of one expert are in order of token. Counts are kept per slice of
+the tokens as well, because a ring of tokens passes one slice at a time.
 
-Shape legend: T tokens, K top-k, N = T * K rows, E experts.
+Shape legend: T tokens, K top-k, N = T * K rows, E experts, S slices of the tokens, W ranks.
 """
 
 import itertools
@@ -13,56 +14,111 @@ from dataclasses import dataclass
 
 import torch
 
-# After the E counts come the first row with an id out of range, or -1, and that id.
+# After the S * E counts come the first row with an id out of range, or -1, and that id.
 NUM_FAULT_FIELDS = 2
 NO_FAULT = -1
 
+Segment = tuple[int, int]
+
 
 @dataclass(frozen=True)
-class RoutingPlan:
-    """Rows on the device, segment bounds on the host."""
+class TokenSlices:
+    """Tokens cut into slices of ``length``; slice ``s`` begins at token ``s * length``."""
 
-    rows_N: torch.Tensor
-    bounds: Sequence[int]
+    num: int
+    length: int
 
-    def segments(self, first_expert: int, last_expert: int) -> list[tuple[int, int]]:
-        """The rows of experts ``first_expert <= j < last_expert``, as ``(start, end)``."""
-        inner = self.bounds[first_expert : last_expert + 1]
-        return list(itertools.pairwise(inner))
+    def bounds(self, index: int, num_tokens: int) -> tuple[int, int]:
+        """Slice ``index`` of a rank with ``num_tokens``, which may have fewer than the others."""
+        first = min(index * self.length, num_tokens)
+        return first, min(first + self.length, num_tokens)
 
 
-def sort_rows(expert_ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_rows(
+    expert_ids_TK: torch.Tensor, num_experts: int, slices: TokenSlices
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort rows by expert.
 
     Returns:
         rows_N: int32 row numbers in order of expert, on the ids' device.
-        counts: int64 on the host, the counts of the E experts and then the fault fields. The one
+        counts: int64 on the host, S * E counts (slice-major) and then the fault fields. The one
             device-to-host copy of a layer; nothing raises here, because a rank that raised alone
             would leave the others waiting.
     """
     ids_N = expert_ids_TK.reshape(-1).to(torch.int32)
-    sorted_N, rows_N = torch.sort(ids_N, stable=True)
-    edges = torch.arange(num_experts + 1, dtype=torch.int32, device=ids_N.device)
-    bounds = torch.searchsorted(sorted_N, edges)
-    bounds_host = bounds.cpu()
-    fault_row, fault_id = NO_FAULT, 0
-    if bounds_host[0] > 0 or bounds_host[-1] < ids_N.numel():
-        outside_N = (ids_N < 0) | (ids_N >= num_experts)
-        fault_row = int(outside_N.nonzero()[0])
-        fault_id = int(ids_N[fault_row])
-    fault = torch.tensor([fault_row, fault_id], dtype=torch.int64)
-    return rows_N.to(torch.int32), torch.cat([bounds_host.diff(), fault])
+    keys_N, rows_N = torch.sort(ids_N, stable=True)
+    rows_N = rows_N.to(torch.int32)
+    if slices.num > 1:
+        # Within an expert rows are in order of token, hence of slice: the combined key is sorted.
+        slice_N = torch.div(rows_N, expert_ids_TK.shape[1] * slices.length, rounding_mode="floor")
+        keys_N = keys_N.mul_(slices.num).add_(slice_N)
+    num_keys = num_experts * slices.num
+    edges = torch.arange(num_keys + 1, dtype=torch.int32, device=ids_N.device)
+    bounds = torch.searchsorted(keys_N, edges).cpu()
+    counts_SE = bounds.diff().view(num_experts, slices.num).t()
+    fault = _first_fault(ids_N, num_experts, bounds)
+    return rows_N, torch.cat([counts_SE.reshape(-1), torch.tensor(fault, dtype=torch.int64)])
 
 
-def plan_from_counts(rows_N: torch.Tensor, counts: torch.Tensor) -> RoutingPlan:
-    """The plan of ``sort_rows``'s results."""
-    bounds = [0]
-    for count in counts.tolist()[:-NUM_FAULT_FIELDS]:
-        bounds.append(bounds[-1] + count)
-    return RoutingPlan(rows_N, bounds)
+def _first_fault(ids_N: torch.Tensor, num_experts: int, bounds: torch.Tensor) -> list[int]:
+    if bounds[0] == 0 and bounds[-1] == ids_N.numel():
+        return [NO_FAULT, 0]
+    outside_N = (ids_N < 0) | (ids_N >= num_experts)
+    row = int(outside_N.nonzero()[0])
+    return [row, int(ids_N[row])]
 
 
 def fault_of(counts: torch.Tensor) -> tuple[int, int]:
     """``(row, id)`` of the first id out of range; the row is ``NO_FAULT`` when there is none."""
     row, expert_id = counts.tolist()[-NUM_FAULT_FIELDS:]
     return row, expert_id
+
+
+@dataclass(frozen=True)
+class RoutingPlan:
+    """This rank's rows on the device, and the counts of its slices and experts on the host."""
+
+    rows_N: torch.Tensor
+    counts_SE: Sequence[Sequence[int]]
+
+    @staticmethod
+    def read(rows_N: torch.Tensor, counts: torch.Tensor, num_experts: int) -> "RoutingPlan":
+        """The plan of ``sort_rows``'s results."""
+        return RoutingPlan(rows_N, counts_matrix(counts, num_experts))
+
+    def bounds(self) -> list[int]:
+        """E + 1 bounds: expert ``j`` has the rows ``bounds[j] <= i < bounds[j + 1]``."""
+        totals = [sum(counts) for counts in zip(*self.counts_SE, strict=True)]
+        return [0, *itertools.accumulate(totals)]
+
+
+def counts_matrix(counts: torch.Tensor, num_experts: int) -> list[list[int]]:
+    """The S x E counts of ``sort_rows``'s second result."""
+    return counts[:-NUM_FAULT_FIELDS].view(-1, num_experts).tolist()
+
+
+def segments(bounds: Sequence[int], first_expert: int, last_expert: int) -> list[Segment]:
+    """``(start, end)`` of the rows of experts ``first_expert <= j < last_expert``."""
+    return list(itertools.pairwise(bounds[first_expert : last_expert + 1]))
+
+
+def rows_by_slice(
+    plan: RoutingPlan, top_k: int, slices: TokenSlices, num_tokens: int
+) -> list[torch.Tensor]:
+    """For each slice its rows in order of expert, numbered from the slice's first token.
+
+    Example: K = 2, slices of one token, ids ``[[2, 0], [0, 1]]``. The rows by expert are
+    ``[1, 2, 3, 0]``; slice 0 has ``[1, 0]`` and slice 1 has ``[2, 3]``, numbered ``[0, 1]``.
+    """
+    if slices.num == 1:
+        return [plan.rows_N]
+    rows_per_slice = top_k * slices.length
+    slice_N = torch.div(plan.rows_N, rows_per_slice, rounding_mode="floor").to(torch.int16)
+    order_N = torch.sort(slice_N, stable=True).indices
+    rows_N = plan.rows_N[order_N]
+    result = []
+    for index in range(slices.num):
+        first, last = slices.bounds(index, num_tokens)
+        rows = rows_N[first * top_k : last * top_k]
+        result.append(rows.sub_(index * rows_per_slice))
+    return result

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 import torch
 
 from titan_relay.moe.options import AUTO, RelayOptions
+from titan_relay.moe.routing import TokenSlices
 
 # What "auto" aims at.
-_RING_BUFFER_UNITS = 2.0  # backward ring buffers, in copies of the tokens
+_RING_BUFFER_UNITS = 2.0  # ring buffers of the backward, in copies of the tokens
+_TOKEN_SLICES = 4  # a ring of tokens has up to 7 blocks: 7 / 4 copies of the tokens
 _CPU_ROWS_PER_STEP = 256  # a step's scratch stays within a core's second-level cache
 _DEVICE_ROWS_PER_STEP = 4096  # enough tiles for every multiprocessor
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer on one rank."""
+    """One layer on one rank. Equal on all ranks; so ``num_tokens`` is the most that any has."""
 
     num_ranks: int
     num_tokens: int
@@ -28,6 +30,7 @@ class LayerShape:
     num_experts: int
     top_k: int
     dtype: torch.dtype
+    score_dtype: torch.dtype = torch.float32
     has_biases: bool = False
 
     @property
@@ -41,12 +44,16 @@ class LayerShape:
         return 3 * self.dim * self.expert_dim + biases
 
 
-def num_expert_slices(shape: LayerShape, options: RelayOptions) -> int:
-    """Into how many slices a rank's experts are cut."""
-    if options.num_slices != AUTO:
-        return min(options.num_slices, shape.num_local_experts)
+def expert_slices(shape: LayerShape, options: RelayOptions) -> list[tuple[int, int]]:
+    """The slices of a rank's experts, ``(first, last)``; the first is the longest."""
+    return slice_bounds(shape.num_local_experts, _num_expert_slices(shape, options))
+
+
+def _num_expert_slices(shape: LayerShape, options: RelayOptions) -> int:
     if shape.num_ranks == 1:
         return 1
+    if options.num_slices != AUTO:
+        return min(options.num_slices, shape.num_local_experts)
     grad_itemsize = options.sum_dtype(shape.dtype).itemsize
     share_bytes = shape.num_local_experts * shape.expert_numel
     share_bytes *= 2 * shape.dtype.itemsize + 3 * grad_itemsize
@@ -54,6 +61,15 @@ def num_expert_slices(shape: LayerShape, options: RelayOptions) -> int:
     wanted = math.ceil(share_bytes / max(target_bytes, 1.0))
     experts_per_slice = max(1, shape.num_local_experts // wanted)
     return math.ceil(shape.num_local_experts / experts_per_slice)
+
+
+def token_slices(num_tokens: int, num_ranks: int, options: RelayOptions) -> TokenSlices:
+    """The slices of every rank's tokens in a ring of tokens."""
+    num = _TOKEN_SLICES if options.num_slices == AUTO else options.num_slices
+    if num_ranks == 1 or num_tokens == 0:
+        num = 1
+    length = max(1, math.ceil(num_tokens / num))
+    return TokenSlices(max(1, math.ceil(num_tokens / length)), length)
 
 
 def slice_bounds(count: int, num_slices: int) -> list[tuple[int, int]]:
@@ -70,9 +86,14 @@ def slice_bounds(count: int, num_slices: int) -> list[tuple[int, int]]:
     return bounds
 
 
-def rows_per_step(shape: LayerShape, options: RelayOptions, device: torch.device) -> int:
-    """Rows computed at a time. One expert has at most one row per token, so never more than T."""
+def rows_per_step(
+    shape: LayerShape, options: RelayOptions, device: torch.device, num_tokens: int
+) -> int:
+    """Rows computed at a time out of a block of tokens.
+
+    One expert has at most one row per token, so never more than the tokens at hand.
+    """
     rows = options.max_rows_per_step
     if rows == AUTO:
         rows = _CPU_ROWS_PER_STEP if device.type == "cpu" else _DEVICE_ROWS_PER_STEP
-    return max(1, min(rows, shape.num_tokens))
+    return max(1, min(rows, num_tokens))

@@ -1,0 +1,63 @@
+"""Bytes that each ring would send, and the choice between the rings.
+
+Per rank, with W ranks, ``e`` experts of a rank of ``P = 3 D F`` elements, ``b`` bytes per element,
+``bg`` per element of a summed gradient, and ``m = K (bs + 4)`` bytes of scores and rows per token:
+
+    experts   forward  (W - 1) e P b            backward  (W - 1) e P (b + bg)
+    tokens    forward  (W - 1) T (2 D b + m)    backward  (W - 1) T (3 D b + m + K bs)
+
+Everything here is static and equal on all ranks, so all choose alike without talking.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_relay.moe.options import RelayOptions
+from titan_relay.moe.shapes import LayerShape
+
+Circulation = Literal["experts", "tokens"]
+_ROW_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes sent by each rank in one direction of one layer, and the ring chosen for it.
+
+    The bytes are those with every gradient wanted; biases and the few numbers of the control group
+    are included and left out, respectively.
+    """
+
+    experts_bytes: int
+    tokens_bytes: int
+    circulate: Circulation
+
+
+def forward_traffic(shape: LayerShape, options: RelayOptions) -> Traffic:
+    hops, itemsize = shape.num_ranks - 1, shape.dtype.itemsize
+    experts_bytes = hops * shape.num_local_experts * shape.expert_numel * itemsize
+    token_bytes = 2 * shape.dim * itemsize + _meta_bytes(shape)
+    return _choose(experts_bytes, hops * shape.num_tokens * token_bytes, options)
+
+
+def backward_traffic(shape: LayerShape, options: RelayOptions) -> Traffic:
+    hops, itemsize = shape.num_ranks - 1, shape.dtype.itemsize
+    grad_itemsize = options.sum_dtype(shape.dtype).itemsize
+    experts_bytes = hops * shape.num_local_experts * shape.expert_numel
+    experts_bytes *= itemsize + grad_itemsize
+    token_bytes = 3 * shape.dim * itemsize + _meta_bytes(shape)
+    token_bytes += shape.top_k * shape.score_dtype.itemsize
+    return _choose(experts_bytes, hops * shape.num_tokens * token_bytes, options)
+
+
+def _meta_bytes(shape: LayerShape) -> int:
+    return shape.top_k * (shape.score_dtype.itemsize + _ROW_BYTES)
+
+
+def _choose(experts_bytes: int, tokens_bytes: int, options: RelayOptions) -> Traffic:
+    circulate: Circulation
+    if options.circulate == "auto":
+        # Equal bytes: experts, whose work per rank does not depend on the routing.
+        circulate = "experts" if experts_bytes <= tokens_bytes else "tokens"
+    else:
+        circulate = options.circulate
+    return Traffic(experts_bytes, tokens_bytes, circulate)
