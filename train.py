@@ -1,4 +1,4 @@
-"""Entry point: `torchrun --nproc_per_node N train.py --config FILE.toml [--section.key value ...]`."""
+"""Entry point: `torchrun --nproc_per_node N train.py --config FILE.toml [--section.key ...]`."""
 
 import sys
 

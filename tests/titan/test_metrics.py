@@ -169,6 +169,27 @@ def test_tokens_of_all_ranks_and_validation_apart(
     assert "validation at step: 1/10  loss: 2.50000  took: 50s" in lines
 
 
+def test_the_time_of_a_measured_step_is_left_out(tmp_path: Path) -> None:
+    now = [0.0]
+    processor = build(tmp_path, log_freq=4)
+    processor._speed._clock = processor._time_left._clock = lambda: now[0]
+    processor._speed.restart()
+    seconds = {1: 5.0, 2: 1.0, 3: 1.0, 4: 7.0, 5: 2.0, 6: 2.0, 7: 2.0, 8: 9.0}
+    for step, took in seconds.items():
+        with processor.step_memory(step):
+            processor.should_log(step)
+            processor.ntokens_since_last_log += 10
+            now[0] += took
+            if processor.should_log(step):
+                processor.log(step, 1.0, 1.0, 1.0)
+    processor.close()
+    curves = scalars(tmp_path)
+    # Step 1 is all there is; then steps 2 and 3, then 5 to 7.
+    assert curves["time/step(s)"] == [(1, 5.0), (4, 1.0), (8, 2.0)]
+    # 10 tokens a step on each of 4 ranks, 2 of which share a batch.
+    assert curves["throughput/tokens_per_second"] == [(1, 4.0), (4, 20.0), (8, 10.0)]
+
+
 def test_live_tensors_are_measured_in_reported_steps_only(tmp_path: Path) -> None:
     processor = build(tmp_path, log_freq=2)
     module = nn.Linear(DIM, DIM, bias=False)

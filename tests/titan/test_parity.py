@@ -18,9 +18,7 @@ FOUR_RANKS = [
     a_run("all-to-all, dp 2 cp 2 ep 4", **layout(dp=2, cp=2, ep=4), relay__dispatcher="alltoall"),
     a_run("relay, dp 2 cp 2 ep 4", **layout(dp=2, cp=2, ep=4)),
     a_run("relay, dp 4 ep 2 (efsdp 2)", **layout(dp=4, ep=2)),
-    a_run(
-        "relay, dp 4 ep 4, accumulation", **layout(dp=4, ep=4) | {"training__local_batch_size": 1}
-    ),
+    a_run("accumulation", **layout(dp=4, ep=4) | {"training__local_batch_size": 1}),
     a_run("relay, cp 4 ep 4", **layout(cp=4, ep=4)),
     a_run("no ep, dp 4", **layout(dp=4)),
     a_run("HSDP, rep 2 dp 2 ep 2", **layout(rep=2, dp=2, ep=2)),

@@ -34,7 +34,7 @@ class CpuAttention(FlexAttention):
     class Config(FlexAttention.Config):
         pass
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         q_BLNH: torch.Tensor,
         k_BLNH: torch.Tensor,

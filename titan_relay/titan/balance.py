@@ -3,7 +3,8 @@
 Both losses are written as sums over tokens divided by the number of valid tokens in the whole
 global batch, so their gradients do not depend on how the batch is cut into microbatches and ranks.
 
-    aux = E * sum_t sum_e f_e(s(t)) * p_te / num_tokens      z = sum_t logsumexp(logits_t)^2 / num_tokens
+    aux = E * sum_t sum_e f_e(s(t)) * p_te / num_tokens
+    z   = sum_t logsumexp(logits_t)^2 / num_tokens
 
 p_te is the router's probability, f_e(s) the share of assignments that expert e got among the tokens
 of scope s: the token's own sequence, or all tokens of a microbatch on all ranks. f carries no

@@ -129,7 +129,7 @@ def _training(run: RunConfig, rows: int) -> titan.TrainingConfig:
     values = _fields(run.training)
     del values["cpu_threads_per_rank"]
     if cpu.on_cpu():
-        # Mixed precision on CPU would compute in bfloat16 by emulation; float32 is exact and faster.
+        # bfloat16 on CPU is slower than float32 and less exact.
         values["mixed_precision_param"] = "float32"
     values["global_batch_size"] = rows
     # The relay and the all-to-all read routing counts on the host, which a CUDA graph cannot.

@@ -53,7 +53,7 @@ class RelayDataLoader(BaseDataLoader):
         self._infinite = config.data.infinite
         reader = LaneReader(
             config.data,
-            tokenizer.inner,  # type: ignore[attr-defined]
+            tokenizer.inner,
             seq_len=seq_len,
             num_lanes=config.global_batch_size,
             lanes=range(dp_rank * lanes_per_rank, (dp_rank + 1) * lanes_per_rank),

@@ -45,6 +45,16 @@ from titan_relay.titan.metrics_speed import Speed, SpeedMeter, TimeLeft, known_p
 Source = Callable[[], Mapping[str, float]]
 
 
+@dataclass(frozen=True)
+class _Interval:
+    """What the trainer's loop counted on this rank from the last report to a moment."""
+
+    until: float
+    num_tokens: int
+    num_steps: int
+    data_seconds: float
+
+
 class RelayMetricsProcessor(MetricsProcessor):
     """Reports of a run that may be one of several that make up the same curves.
 
@@ -102,6 +112,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         self._first_step: int | None = None
         self._reported_step = 0
         self._validation_start: float | None = None
+        self._unmeasured: _Interval | None = None
         self._sources: list[tuple[Source, Reduction | Literal["same"]]] = []
         self._time_left = TimeLeft(config.total_steps)
         self._speed = SpeedMeter(parallel_dims.world_size, None if has_quantization else peak_flops)
@@ -194,7 +205,9 @@ class RelayMetricsProcessor(MetricsProcessor):
         seconds = None
         if self._validation_start is not None:
             seconds = time.perf_counter() - self._validation_start
-            tokens_per_second = self._global_tokens() / max(seconds, 1e-9)
+            tokens_per_second = self._global_tokens(self.ntokens_since_last_log) / max(
+                seconds, 1e-9
+            )
             curves["validation_metrics/tokens_per_second"] = tokens_per_second
         curves.update(extra_metrics or {})
         self.logger.log(curves, step)
@@ -238,6 +251,10 @@ class RelayMetricsProcessor(MetricsProcessor):
             or not self.should_log(step)
         ):
             return nullcontext()
+        # The measured step is slow for that reason alone: its time is left out of the speed if there
+        # are others to go by.
+        if step - 1 > self._reported_step:
+            self._unmeasured = self._interval(step - 1)
         optimizers = self.optimizers.optimizers if self.optimizers is not None else ()
         return monitor.measure_live(*(self.model_parts or ()), *optimizers)
 
@@ -249,18 +266,29 @@ class RelayMetricsProcessor(MetricsProcessor):
             f"{self.device_memory_monitor.device_capacity_gib:.2f} GiB"
         )
 
-    def _global_tokens(self) -> float:
-        """Tokens of all ranks together; the ranks of one batch counted the same tokens."""
+    def _global_tokens(self, num_tokens: int) -> float:
+        """Tokens of all ranks together; the ranks that share a batch counted the same tokens."""
         dims = self.parallel_dims
-        return self.ntokens_since_last_log * dims.world_size / dims.non_data_parallel_size
+        return num_tokens * dims.world_size / dims.non_data_parallel_size
+
+    def _interval(self, step: int) -> _Interval:
+        return _Interval(
+            until=self._speed.now(),
+            num_tokens=self.ntokens_since_last_log,
+            num_steps=max(1, step - self._reported_step),
+            data_seconds=sum(self.data_loading_times),
+        )
 
     def _read_speed(self, step: int) -> Speed:
         assert self.num_flops_per_token > 0, "num_flops_per_token must be set"
+        interval = self._unmeasured or self._interval(step)
+        self._unmeasured = None
         return self._speed.read(
-            global_tokens=self._global_tokens(),
-            num_steps=max(1, step - self._reported_step),
-            data_seconds=sum(self.data_loading_times),
+            global_tokens=self._global_tokens(interval.num_tokens),
+            num_steps=interval.num_steps,
+            data_seconds=interval.data_seconds,
             flops_per_token=self.num_flops_per_token,
+            until=interval.until,
         )
 
     def _memory_curves(self) -> dict[str, float]:

@@ -79,6 +79,10 @@ class SpeedMeter:
         self._clock = clock
         self._since = clock()
 
+    def now(self) -> float:
+        """The time on this meter's clock, in seconds."""
+        return self._clock()
+
     def restart(self) -> None:
         """Begin to measure now."""
         self._since = self._clock()
@@ -94,9 +98,13 @@ class SpeedMeter:
         num_steps: int,
         data_seconds: float,
         flops_per_token: int,
+        until: float | None = None,
     ) -> Speed:
-        """The speed since the last restart, for so many tokens of all ranks in so many steps."""
-        seconds = max(self._clock() - self._since, 1e-9)
+        """The speed since the last restart, for so many tokens of all ranks in so many steps.
+
+        `until`: the interval ended then; None: it ends now.
+        """
+        seconds = max((self._clock() if until is None else until) - self._since, 1e-9)
         device_rate = global_tokens / seconds / self._num_ranks
         device_flops = flops_per_token * device_rate
         return Speed(

@@ -41,9 +41,7 @@ class MoE(TitanMoE):
         self.meter = LoadMeter(config.num_experts)
         self.step_context = StepContext()
 
-    def forward(  # type: ignore[override]
-        self, x_BLD: torch.Tensor, valid_BL: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x_BLD: torch.Tensor, valid_BL: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the layer to this rank's tokens; returns `(B, L, D)`.
 
         `valid_BL` marks the tokens that are not padding (None: all). Padding is computed like any

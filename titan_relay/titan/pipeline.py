@@ -1,4 +1,4 @@
-"""Pipeline parallelism on torch 2.13, whose schedules cut a whole batch into microbatches themselves.
+"""Pipeline parallelism on torch 2.13, whose schedules cut a batch into microbatches themselves.
 
 torchtitan 0.3 hands a schedule its microbatches, each with its own positions and masks; schedules
 accept that from torch 2.14 on.

@@ -51,9 +51,7 @@ class Router(TokenChoiceTopKRouter):
     class Config(TokenChoiceTopKRouter.Config):
         pass
 
-    def forward(  # type: ignore[override]
-        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
-    ) -> Routing:
+    def forward(self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None) -> Routing:
         """Route `x_BLD`; the bias takes part in the choice of experts, not in their scores.
 
         A row with a NaN logit still gets K distinct valid ids (with NaN scores), so that a
