@@ -251,8 +251,8 @@ class RelayMetricsProcessor(MetricsProcessor):
             or not self.should_log(step)
         ):
             return nullcontext()
-        # The measured step is slow for that reason alone: its time is left out of the speed if there
-        # are others to go by.
+        # The measured step is slow for that reason alone: its time is left out of the speed if
+        # there are others to go by.
         if step - 1 > self._reported_step:
             self._unmeasured = self._interval(step - 1)
         optimizers = self.optimizers.optimizers if self.optimizers is not None else ()
