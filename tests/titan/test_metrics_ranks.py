@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.support.distributed import raises_everywhere, run_ranks
+from tests.support.distributed import run_ranks
 from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.metrics_folder import FolderError, FolderLock
 from titan_relay.titan.metrics_ranks import first_error, over_ranks
@@ -55,14 +55,14 @@ def check_all_stop_when_a_folder_is_taken(folder: str) -> None:
     # Held by rank 1's process; the metrics rank is 0, and rank 1 has to hear of it.
     lock = FolderLock(Path(folder, "tb")) if dist.get_rank() == 1 else None
     dist.barrier()
-    with raises_everywhere(FolderError, "another run is writing its curves there"):
+    with pytest.raises(FolderError, match="another run is writing its curves there"):
         build(folder)
     # A rank with a folder of its own must let go of it when another's is taken.
     if lock is not None:
         lock.release()
     lock = FolderLock(Path(folder, "tb", "rank_1")) if dist.get_rank() == 0 else None
     dist.barrier()
-    with raises_everywhere(FolderError, "rank_1: another run"):
+    with pytest.raises(FolderError, match="rank_1: another run"):
         build(folder, save_for_all_ranks=True)
     if lock is not None:
         lock.release()
