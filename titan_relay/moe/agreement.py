@@ -2,18 +2,18 @@
 
 Ranks decide alike without talking because everything they decide from is the same on every rank.
 If it is not, message sizes differ, and a transport then hangs or aborts. So each forward compares a
-few host-side numbers over the ring's control group, once, and a difference is the same error on
-every rank. The same message carries a rank's routing faults, so that all ranks stop, not one.
+few host-side numbers over the ring's control channel, once, and a difference is the same error on
+every rank. The same message carries a rank's faulty inputs, so that all ranks stop, not one.
 """
 
 import zlib
 
 import torch
-import torch.distributed as dist
 
 from titan_relay.moe.call import RelayCall
 from titan_relay.moe.errors import RelayUsageError, RingError
-from titan_relay.moe.routing import NO_FAULT, counts_matrix, fault_of
+from titan_relay.moe.faults import Fault, raise_fault
+from titan_relay.moe.routing import counts_matrix
 
 _NUM_TOKENS = "x_TD's number of tokens T"
 _FIELDS = (
@@ -27,23 +27,25 @@ _FIELDS = (
 )
 
 
-def agree(call: RelayCall, num_tokens: int, counts: torch.Tensor) -> None:
-    """Raise on every rank, naming ranks and values, when ranks differ or a rank saw a fault."""
-    faults = [fault_of(counts)]
-    if call.ring is not None and call.ring.control is not None:
-        every = _gather(call, [*_fingerprint(call, num_tokens), *faults[0]])
-        _check_equal(call, [row[: len(_FIELDS)] for row in every])
-        _check_num_tokens(call, [row[0] for row in every])
-        faults = [(row[-2], row[-1]) for row in every]
-    else:
-        _check_num_tokens(call, [num_tokens])
-    for rank, (row, expert_id) in enumerate(faults):
-        if row != NO_FAULT:
-            token, choice = divmod(row, call.shape.top_k)
-            raise RelayUsageError(
-                f"{_layer(call)}expert_ids_TK[{token}, {choice}] = {expert_id} on rank {rank} of "
-                f"the expert-parallel group; ids must be in [0, {call.shape.num_experts})"
-            )
+def agree(call: RelayCall, num_tokens: int, fault: Fault) -> None:
+    """Raise on every rank, naming ranks and values, when ranks differ or a rank has a fault."""
+    every = _gather(call, [*_fingerprint(call, num_tokens), *fault])
+    num_fields = len(_FIELDS)
+    _check_equal(call, [row[:num_fields] for row in every])
+    _check_num_tokens(call, [row[0] for row in every])
+    for rank, row in enumerate(every):
+        raise_fault(Fault(*row[num_fields:]), rank, call.options.layer, call.shape.num_experts)
+
+
+def gather_counts(call: RelayCall, counts: torch.Tensor) -> list[list[list[int]]]:
+    """Every rank's S x E counts of tokens per slice and expert."""
+    num_experts = call.shape.num_experts
+    matrix = counts_matrix(counts, num_experts)
+    flat = [count for row in matrix for count in row]
+    return [
+        [row[start : start + num_experts] for start in range(0, len(row), num_experts)]
+        for row in _gather(call, flat)
+    ]
 
 
 def _fingerprint(call: RelayCall, num_tokens: int) -> list[int]:
@@ -60,29 +62,16 @@ def _fingerprint(call: RelayCall, num_tokens: int) -> list[int]:
     ]
 
 
-def gather_counts(call: RelayCall, counts: torch.Tensor) -> list[list[list[int]]]:
-    """Every rank's S x E counts."""
-    num_experts = call.shape.num_experts
-    if call.ring is None:
-        return [counts_matrix(counts, num_experts)]
-    return [
-        counts_matrix(torch.tensor(row, dtype=torch.int64), num_experts)
-        for row in _gather(call, counts.tolist())
-    ]
-
-
 def _gather(call: RelayCall, numbers: list[int]) -> list[list[int]]:
-    assert call.ring is not None
-    mine = torch.tensor(numbers, dtype=torch.int64)
-    every = [torch.empty_like(mine) for _ in range(call.num_ranks)]
+    if call.ring is None:
+        return [numbers]
     try:
-        dist.all_gather(every, mine, group=call.ring.control)
+        return call.ring.control.gather(numbers)
     except RuntimeError as error:
         raise RingError(
-            f"{_layer(call)}ring rank {call.ring.link.rank} of {call.num_ranks}: the ranks did "
-            f"not all reach the {call.operation}: {error}"
+            f"{_layer(call)}ring rank {call.rank} of {call.num_ranks}: not every rank reached the "
+            f"{call.operation}: {error}"
         ) from error
-    return [row.tolist() for row in every]
 
 
 def _check_equal(call: RelayCall, every: list[list[int]]) -> None:

@@ -15,17 +15,11 @@ from typing import Any
 import torch
 
 from relay_kernels import ExpertWeights, SwiGLU
-from titan_relay.moe.agreement import agree
 from titan_relay.moe.call import RelayCall, Wants, find_ring, layer_shape
 from titan_relay.moe.checkpointing import value_is_needed
-from titan_relay.moe.experts_backward import experts_backward
-from titan_relay.moe.experts_forward import experts_forward
+from titan_relay.moe.layer import layer_backward, layer_forward
 from titan_relay.moe.options import options_from_spec
-from titan_relay.moe.routing import NUM_FAULT_FIELDS, RoutingPlan, TokenSlices, sort_rows
-from titan_relay.moe.tokens_backward import tokens_backward
-from titan_relay.moe.tokens_forward import tokens_forward
-from titan_relay.moe.tokens_ring import exchange_routing
-from titan_relay.moe.traffic import backward_traffic, forward_traffic
+from titan_relay.moe.routing import NUM_FAULT_FIELDS, TokenSlices, sort_rows
 
 NUM_GRADIENTS = 8  # x, scores, w1, w2, w3, b1, b2, b3
 _SECOND_ORDER = (
@@ -73,12 +67,7 @@ def moe(
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
     weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(_contiguous)
     call = _call("forward", x_TD, scores_TK, weights, group_name, options, activation)
-    agree(call, x_TD.shape[0], counts)
-    plan = RoutingPlan.read(rows_N, counts, call.shape.num_experts)
-    if forward_traffic(call.shape, call.options).circulate == "experts":
-        return experts_forward(call, x_TD, scores_TK, plan, weights)
-    routing = exchange_routing(call, counts)
-    return tokens_forward(call, x_TD, scores_TK, plan, routing, weights)
+    return layer_forward(call, x_TD, scores_TK, rows_N, counts, weights)
 
 
 @moe.register_fake
@@ -110,12 +99,7 @@ def moe_backward(
     weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(_contiguous)
     call = _call("backward", x_TD, scores_TK, weights, group_name, options, activation)
     wants = Wants(wants_x, wants_scores, wants_weights)
-    plan = RoutingPlan.read(rows_N, counts, call.shape.num_experts)
-    if backward_traffic(call.shape, call.options).circulate == "experts":
-        gradients = experts_backward(call, wants, dout_TD, x_TD, scores_TK, plan, weights)
-    else:
-        routing = exchange_routing(call, counts)
-        gradients = tokens_backward(call, wants, dout_TD, x_TD, scores_TK, plan, routing, weights)
+    gradients = layer_backward(call, wants, dout_TD, x_TD, scores_TK, rows_N, counts, weights)
     given = [gradients.dx_TD, gradients.dscores_TK]
     given += gradients.weights.tensors() if gradients.weights is not None else []
     given += [None] * (NUM_GRADIENTS - len(given))

@@ -39,6 +39,9 @@ class RelayOptions:
             numbers of tokens, and choices and buffers follow this one; None: all have the same.
         grad_dtype: the dtype in which weight gradients travel and are summed: "float32",
             "bfloat16", "float16" or "float64". Never narrower than the weights' own.
+        check_finite: before each forward look for NaN, infinity and repeated expert ids, and
+            raise on every rank. Costs a pass over the inputs and, on a device, a synchronisation.
+            Ids out of range are found without it.
         layer: the layer's name, for errors and telemetry.
     """
 
@@ -47,6 +50,7 @@ class RelayOptions:
     max_rows_per_step: int | Literal["auto"] = AUTO
     max_tokens_per_rank: int | None = None
     grad_dtype: str = "float32"
+    check_finite: bool = False
     layer: str = ""
     # Made once here, not at each call: torch.compile then sees a constant.
     spec: str = field(init=False, repr=False, compare=False, default="")

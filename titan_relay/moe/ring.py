@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from titan_relay.moe.control import Control, ProcessGroupControl
 from titan_relay.moe.sibling_group import sibling_group
 from titan_relay.moe.telemetry import RingTelemetry
 from titan_relay.moe.transport import Link, ProcessGroupLink
@@ -21,12 +22,12 @@ from titan_relay.moe.transport import Link, ProcessGroupLink
 class Ring:
     """A rank's place in a ring of ``link.size`` ranks.
 
-    ``control`` is a host-side (gloo) group over which ranks compare a few numbers per forward, so
-    that a disagreement is an error on every rank instead of a hang; None for a simulated ring.
+    Over ``control`` ranks compare a few numbers per forward, so that a disagreement is an error on
+    every rank instead of a hang.
     """
 
     link: Link
-    control: dist.ProcessGroup | None = None
+    control: Control
     telemetry: RingTelemetry = field(default_factory=RingTelemetry)
 
 
@@ -54,7 +55,7 @@ def relay_ring(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Ri
 def _make_ring(group: dist.ProcessGroup, timeout: timedelta) -> Ring:
     messages = sibling_group(group, "relay_ring", dist.get_backend_config(group), timeout)
     control = sibling_group(group, "relay_control", "gloo", timeout)
-    return Ring(ProcessGroupLink(messages, timeout), control)
+    return Ring(ProcessGroupLink(messages, timeout), ProcessGroupControl(control))
 
 
 def _group_timeout(group: dist.ProcessGroup) -> timedelta:

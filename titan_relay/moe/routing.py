@@ -86,6 +86,10 @@ class RoutingPlan:
         """The plan of ``sort_rows``'s results."""
         return RoutingPlan(rows_N, counts_matrix(counts, num_experts))
 
+    def segments(self) -> list[Segment]:
+        """The rows of every expert."""
+        return list(itertools.pairwise(self.bounds()))
+
     def bounds(self) -> list[int]:
         """E + 1 bounds: expert ``j`` has the rows ``bounds[j] <= i < bounds[j + 1]``."""
         totals = [sum(counts) for counts in zip(*self.counts_SE, strict=True)]

@@ -7,13 +7,9 @@ ranks, S slices, E experts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from titan_relay.moe.agreement import gather_counts
 from titan_relay.moe.call import RelayCall
 from titan_relay.moe.homeward_chain import Tensors
 from titan_relay.moe.routing import Segment, TokenSlices, segments
-from titan_relay.moe.shapes import token_slices
 from titan_relay.moe.transport import RingExchange
 
 
@@ -36,17 +32,6 @@ class TokenRouting:
             bounds.append(bounds[-1] + count)
         first = visited * self.num_local_experts
         return segments(bounds, first, first + self.num_local_experts)
-
-
-def exchange_routing(call: RelayCall, counts: torch.Tensor) -> TokenRouting:
-    """All-gather the host's counts over the control group."""
-    shape = call.shape
-    return TokenRouting(
-        token_slices(shape.num_tokens, shape.num_ranks, call.options),
-        gather_counts(call, counts),
-        shape.top_k,
-        shape.num_local_experts,
-    )
 
 
 @dataclass(frozen=True)

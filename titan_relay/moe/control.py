@@ -1,0 +1,27 @@
+"""The host-side channel of a ring: a few numbers per call that every rank shows to every other."""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Control(Protocol):
+    """All-gather of equally many integers from each rank, without touching a device."""
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """Everybody's ``numbers`` by rank. Raises RuntimeError if a rank does not come."""
+        ...
+
+
+class ProcessGroupControl:
+    """Over a gloo group of its own, so that it never waits for a device or mixes with messages."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        every = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(every, mine, group=self._group)
+        return [row.tolist() for row in every]

@@ -1,0 +1,68 @@
+"""One layer's forward and backward on one rank: check, choose the ring, run it.
+
+Below the registered ops and without autograd; given a ``RelayCall``, which may hold a simulated
+ring.
+"""
+
+import torch
+
+from relay_kernels import ExpertWeights, Gradients
+from titan_relay.moe.agreement import agree, gather_counts
+from titan_relay.moe.call import RelayCall, Wants
+from titan_relay.moe.experts_backward import experts_backward
+from titan_relay.moe.experts_forward import experts_forward
+from titan_relay.moe.faults import find_fault
+from titan_relay.moe.routing import RoutingPlan
+from titan_relay.moe.shapes import token_slices
+from titan_relay.moe.tokens_backward import tokens_backward
+from titan_relay.moe.tokens_forward import tokens_forward
+from titan_relay.moe.tokens_ring import TokenRouting
+from titan_relay.moe.traffic import backward_traffic, forward_traffic
+
+
+def layer_forward(
+    call: RelayCall,
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    rows_N: torch.Tensor,
+    counts: torch.Tensor,
+    weights: ExpertWeights,
+) -> torch.Tensor:
+    """``out_TD``. ``rows_N`` and ``counts`` are those of ``routing.sort_rows``."""
+    plan = RoutingPlan.read(rows_N, counts, call.shape.num_experts)
+    check_finite = call.options.check_finite
+    fault = find_fault(x_TD, scores_TK, plan, counts, check_finite=check_finite)
+    agree(call, x_TD.shape[0], fault)
+    if forward_traffic(call.shape, call.options).circulate == "experts":
+        return experts_forward(call, x_TD, scores_TK, plan, weights)
+    routing = _token_routing(call, counts)
+    return tokens_forward(call, x_TD, scores_TK, plan, routing, weights)
+
+
+def layer_backward(
+    call: RelayCall,
+    wants: Wants,
+    dout_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    rows_N: torch.Tensor,
+    counts: torch.Tensor,
+    weights: ExpertWeights,
+) -> Gradients:
+    """The gradients asked for; the same arguments as the forward's, and its output's gradient."""
+    plan = RoutingPlan.read(rows_N, counts, call.shape.num_experts)
+    if backward_traffic(call.shape, call.options).circulate == "experts":
+        return experts_backward(call, wants, dout_TD, x_TD, scores_TK, plan, weights)
+    routing = _token_routing(call, counts)
+    return tokens_backward(call, wants, dout_TD, x_TD, scores_TK, plan, routing, weights)
+
+
+def _token_routing(call: RelayCall, counts: torch.Tensor) -> TokenRouting:
+    """Every rank's counts, exchanged on the host."""
+    shape = call.shape
+    return TokenRouting(
+        token_slices(shape.num_tokens, shape.num_ranks, call.options),
+        gather_counts(call, counts),
+        shape.top_k,
+        shape.num_local_experts,
+    )
