@@ -101,7 +101,11 @@ def test_a_shared_expert_adds_once_whatever_the_top_k(top_k: int) -> None:
 
 
 def test_no_peak_on_cpu_or_for_an_unknown_device() -> None:
-    assert known_peak_flops("CPU", on_cpu=True) is None
-    assert known_peak_flops("Some Future Accelerator 9000", on_cpu=False) is None
-    assert known_peak_flops("NVIDIA A100-SXM4-80GB", on_cpu=False) == 312e12
-    assert known_peak_flops("NVIDIA H100 80GB HBM3", on_cpu=False) == 989e12
+    def torchtitans(device_name: str) -> float:
+        # What torchtitan answers, whose own look-up is out of use on a machine without a device.
+        return 989e12 if "H100" in device_name else 312e12
+
+    assert known_peak_flops("CPU", True, torchtitans) is None
+    assert known_peak_flops("Some Future Accelerator 9000", False, torchtitans) is None
+    assert known_peak_flops("NVIDIA A100-SXM4-80GB", False, torchtitans) == 312e12
+    assert known_peak_flops("NVIDIA H100 80GB HBM3", False, torchtitans) == 989e12

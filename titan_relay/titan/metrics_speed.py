@@ -21,14 +21,16 @@ _FALLBACK_DEVICE = "A100"
 _NUM_REPORTS = 20
 
 
-def known_peak_flops(device_name: str, on_cpu: bool) -> float | None:
+def known_peak_flops(
+    device_name: str, on_cpu: bool, look_up: Callable[[str], float] = get_peak_flops
+) -> float | None:
     """Dense bfloat16 FLOP/s of a device; None on CPU and for a device that is not known.
 
-    torchtitan assumes an A100 for what it does not know, which would give a made-up MFU.
+    torchtitan's `look_up` assumes an A100 for what it does not know: a made-up MFU.
     """
     if on_cpu:
         return None
-    peak_flops = get_peak_flops(device_name)
+    peak_flops = look_up(device_name)
     if peak_flops == _FALLBACK_FLOPS and _FALLBACK_DEVICE not in device_name:
         return None
     return peak_flops
