@@ -101,14 +101,22 @@ def _toml(table: Mapping[str, Any]) -> str:
     return "\n".join(f"{key} = {json.dumps(value)}" for key, value in table.items())
 
 
-def train_all(folder: str, runs: list[Run]) -> dict[str, list[float]]:
-    """Train each run in this rank's process group; the losses of every step by run name."""
+@dataclass(frozen=True)
+class Steps:
+    """What a rank saw of each step."""
+
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def train_all(folder: str, runs: list[Run]) -> dict[str, Steps]:
+    """Train each run in this rank's process group; its steps by run name."""
     torch.set_num_threads(1)
     return {run.name: train(Path(folder), run) for run in runs}
 
 
 def trainer_of(folder: Path, run: Run) -> Any:
-    """A built trainer with its losses recorded in `trainer.losses`."""
+    """A built trainer that records `trainer.losses` and `trainer.grad_norms`."""
     import torch.distributed as dist
 
     from titan_relay.config import load_config, validate
@@ -120,23 +128,24 @@ def trainer_of(folder: Path, run: Run) -> Any:
     loaded = load_config(arguments)
     validate(loaded.config, dist.get_world_size(), loaded.sources)
     trainer = build_trainer_config(loaded.config, dist.get_world_size()).build()
-    trainer.losses = []
+    trainer.losses, trainer.grad_norms = [], []
     log = trainer.metrics_processor.log
 
-    def record(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
+    def record(step: int, loss: float, max_loss: float, norm: float, **more: Any) -> None:
         trainer.losses.append(loss)
-        log(step, loss, *args, **kwargs)
+        trainer.grad_norms.append(norm)
+        log(step, loss, max_loss, norm, **more)
 
     trainer.metrics_processor.log = record
     return trainer
 
 
-def train(folder: Path, run: Run) -> list[float]:
-    """Train one run; its losses."""
+def train(folder: Path, run: Run) -> Steps:
+    """Train one run."""
     trainer = trainer_of(folder, run)
     trainer.train()
-    losses: list[float] = trainer.losses
+    steps = Steps(trainer.losses, trainer.grad_norms)
     trainer.close()
     del trainer
     gc.collect()
-    return losses
+    return steps

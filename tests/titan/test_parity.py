@@ -1,11 +1,9 @@
 """Every way of spreading a run over ranks trains the same model as one rank does."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.distributed import run_ranks
-from tests.titan.runs import Run, a_run, config_file, layout, train_all, write_data
+from tests.titan.runs import Steps, a_run, config_file, layout, train_all, write_data
 
 REFERENCE = "one rank"
 
@@ -32,27 +30,35 @@ FOUR_RANKS = [
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of all runs, as the ranks that report losses saw them."""
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Steps]]:
+    """Steps of all runs as each of the four ranks saw them; the reference is in all of them."""
     folder = tmp_path_factory.mktemp("parity")
     write_data(folder)
     config_file(folder)
-    found = _train(folder, 1, ONE_RANK)
-    return found | _train(folder, 4, FOUR_RANKS)
-
-
-def _train(folder: Path, world_size: int, runs: list[Run]) -> dict[str, list[float]]:
-    by_rank = run_ranks(train_all, world_size, str(folder), runs, timeout_s=500.0)
-    # The last rank is on the last pipeline stage, which has the loss.
-    return by_rank[-1]
+    one = run_ranks(train_all, 1, str(folder), ONE_RANK, timeout_s=500.0)[0]
+    four = run_ranks(train_all, 4, str(folder), FOUR_RANKS, timeout_s=500.0)
+    return [one | each for each in four]
 
 
 @pytest.mark.parametrize("name", [run.name for run in ONE_RANK[1:] + FOUR_RANKS])
-def test_losses_equal_those_of_one_rank(name: str, losses: dict[str, list[float]]) -> None:
-    assert len(losses[name]) == 6
+def test_losses_equal_those_of_one_rank(name: str, by_rank: list[dict[str, Steps]]) -> None:
+    steps = by_rank[-1]  # the last rank is on the last pipeline stage, which has the loss
+    assert len(steps[name].losses) == 6
     # Float32 sums in another order: seen up to 1e-6 after six steps.
-    assert losses[name] == pytest.approx(losses[REFERENCE], rel=1e-5)
+    assert steps[name].losses == pytest.approx(steps[REFERENCE].losses, rel=1e-5)
 
 
-def test_the_runs_learn(losses: dict[str, list[float]]) -> None:
-    assert losses[REFERENCE][-1] < losses[REFERENCE][0] - 0.1
+@pytest.mark.parametrize("name", [run.name for run in ONE_RANK[1:] + FOUR_RANKS])
+def test_gradient_norms_equal_those_of_one_rank_on_every_rank(
+    name: str, by_rank: list[dict[str, Steps]]
+) -> None:
+    """Adam hides a gradient that is too large by a factor; the norm shows it."""
+    for steps in by_rank:
+        assert steps[name].grad_norms == by_rank[0][name].grad_norms
+        # As above; norms are more sensitive than losses.
+        assert steps[name].grad_norms == pytest.approx(steps[REFERENCE].grad_norms, rel=1e-4)
+
+
+def test_the_runs_learn(by_rank: list[dict[str, Steps]]) -> None:
+    losses = by_rank[0][REFERENCE].losses
+    assert losses[-1] < losses[0] - 0.1

@@ -116,7 +116,12 @@ class RelayMetricsProcessor(MetricsProcessor):
         self._sources: list[tuple[Source, Reduction | Literal["same"]]] = []
         self._time_left = TimeLeft(config.total_steps)
         self._speed = SpeedMeter(parallel_dims.world_size, None if has_quantization else peak_flops)
-        self.logger = self._build_loggers(dump_folder, pp_schedule, config_dict)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.is_metrics_rank = rank == _get_metrics_rank(
+            parallel_dims=parallel_dims, pp_schedule=pp_schedule
+        )
+        """Whether this rank reports: it has the loss."""
+        self.logger = self._build_loggers(dump_folder, rank, config_dict)
 
     def add_source(self, source: Source, over: Reduction | Literal["same"] = "same") -> None:
         """Have `source()` asked for curves at every report, on every rank.
@@ -190,7 +195,8 @@ class RelayMetricsProcessor(MetricsProcessor):
         self.logger.log(curves, step)
         seconds_left = self._time_left.seconds(step, speed.seconds_per_step)
         progress = Progress(step, self.config.total_steps, seconds_left)
-        logger.info(train_line(progress, global_avg_loss, grad_norm, speed, curves, self.color))
+        if self.is_metrics_rank:
+            logger.info(train_line(progress, global_avg_loss, grad_norm, speed, curves, self.color))
         self._reported_step = step
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
@@ -211,21 +217,20 @@ class RelayMetricsProcessor(MetricsProcessor):
             curves["validation_metrics/tokens_per_second"] = tokens_per_second
         curves.update(extra_metrics or {})
         self.logger.log(curves, step)
-        logger.info(validation_line(step, self.config.total_steps, loss, seconds, self.color))
+        if self.is_metrics_rank:
+            logger.info(validation_line(step, self.config.total_steps, loss, seconds, self.color))
 
     def close(self) -> None:
         """Close the files and let other runs use the folder."""
         self.logger.close()
 
     def _build_loggers(
-        self, dump_folder: str, pp_schedule: str, config_dict: dict[str, Any] | None
+        self, dump_folder: str, rank: int, config_dict: dict[str, Any] | None
     ) -> BaseLogger:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        metrics_rank = _get_metrics_rank(parallel_dims=self.parallel_dims, pp_schedule=pp_schedule)
         folder = Path(dump_folder) / self.config.save_tb_folder
         if self.config.save_for_all_ranks:
             folder /= f"rank_{rank}"
-        elif rank != metrics_rank:
+        elif not self.is_metrics_rank:
             _raise_together(None)
             return BaseLogger()
         loggers, message = LoggerContainer(), None

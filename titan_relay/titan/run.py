@@ -30,6 +30,9 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
     rank = int(os.environ["RANK"])
     _init_logging(rank)
     _set_threads(config)
+    # torchtitan tells the user of pipeline parallelism to set this, or the loss would not be seen;
+    # here the rank that has the loss always speaks.
+    os.environ.setdefault("LOG_RANK", ",".join(str(each) for each in range(world_size)))
     check_device(config, sources)
     trainer_config = build_trainer_config(config, world_size)
     done = finished_step(config)
@@ -47,9 +50,15 @@ def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
     trainer = None
     try:
         trainer = trainer_config.build()
+        if trainer.metrics_processor.is_metrics_rank:
+            logger.setLevel(logging.INFO)  # under pipeline parallelism rank 0 has no loss to report
         trainer.train()
         return 0
-    except (DataError, FolderError, NonFiniteRouterError, RingError) as error:
+    except (FolderError, NonFiniteRouterError) as error:  # the same on every rank
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (DataError, RingError) as error:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
         return 1
     finally:

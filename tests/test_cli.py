@@ -1,0 +1,90 @@
+"""The command line as a user meets it: one line, the right exit code, no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.titan.runs import config_file, write_data
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def train(*arguments: str, rank: int = 0, world_size: int = 1) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    if world_size > 1:
+        env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    return subprocess.run(
+        [sys.executable, "train.py", *arguments],
+        cwd=ROOT,
+        env=env | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    write_data(folder)
+    config_file(folder)
+    return folder
+
+
+def test_help_lists_every_section() -> None:
+    result = train("--help")
+    assert result.returncode == 0
+    assert "--training.steps" in result.stdout
+    assert "--relay.dispatcher" in result.stdout
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_config_is_one_line_on_rank_0_and_code_2_on_all(folder: Path, rank: int) -> None:
+    result = train(
+        "--config", f"{folder}/run.toml", "--training.stepz", "5", rank=rank, world_size=2
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    if rank == 0:
+        assert result.stderr.count("\n") == 1
+        assert "training.steps" in result.stderr
+    else:
+        assert result.stderr == ""
+
+
+def test_print_config_is_accepted_back(folder: Path, tmp_path: Path) -> None:
+    first = train("--config", f"{folder}/run.toml", "--training.steps", "7", "--print-config")
+    assert first.returncode == 0
+    (tmp_path / "again.toml").write_text(first.stdout)
+    second = train("--config", f"{tmp_path}/again.toml", "--print-config")
+    assert second.stdout == first.stdout
+    assert "steps = 7" in first.stdout
+
+
+def test_one_process_trains_without_torchrun_then_reports_instead_of_training(
+    folder: Path, tmp_path: Path
+) -> None:
+    arguments = ["--config", f"{folder}/run.toml", "--dump_folder", f"{tmp_path}/out"]
+    arguments += ["--training.steps", "2", "--checkpoint.enable", "true"]
+    arguments += ["--checkpoint.last_save_model_only", "false", "--training.local_batch_size", "8"]
+    first = train(*arguments)
+    assert first.returncode == 0, first.stderr
+    assert "step: 2/2" in first.stderr + first.stdout
+    second = train(*arguments)
+    assert second.returncode == 0, second.stderr
+    assert "Nothing to train" in second.stderr + second.stdout
+    assert "step: " not in second.stderr + second.stdout
+
+
+def test_bad_data_is_one_line_without_traceback(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 5)
+    result = train(
+        *("--config", f"{folder}/run.toml", "--dump_folder", f"{tmp_path}/out"),
+        *("--data.files", f"{tmp_path}/empty.jsonl", "--training.local_batch_size", "8"),
+    )
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "empty.jsonl" in result.stderr
