@@ -49,7 +49,9 @@ class MoeCase:
         """The inputs of one rank."""
         random = torch.Generator().manual_seed(1000 * self.seed + rank + 1)
         tokens = self.tokens_of(rank)
+        # Routers score in float32 whatever the tokens are; only float64 goes further.
         scores = torch.rand(tokens, self.top_k, generator=random)
+        scores = scores.to(torch.promote_types(torch.float32, self.dtype))
         return RankData(
             x_TD=torch.randn(tokens, self.dim, generator=random).to(self.dtype),
             scores_TK=scores / scores.sum(1, keepdim=True),

@@ -1,0 +1,118 @@
+"""Faulty inputs stop every rank, with the layer, the rank and the token."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.moe.parity import check_case, local_weights
+from tests.support.distributed import run_ranks, subgroup
+from tests.support.moe_cases import MoeCase
+from titan_relay.moe import NonFiniteError, RelayOptions, RelayUsageError, relay_moe
+
+CHECKED = RelayOptions(check_finite=True, layer="layers.3")
+
+
+def _spoil_x(data):
+    data.x_TD[4, 1] = math.nan
+
+
+def _spoil_score(data):
+    data.scores_TK[2, 0] = math.inf
+
+
+def _id_too_large(data):
+    data.ids_TK[3, 1] = 12
+
+
+def _negative_id(data):
+    data.ids_TK[5, 0] = -1
+
+
+def _repeat_id(data):
+    data.ids_TK[6] = data.ids_TK[6, 0]
+
+
+FAULTS = [
+    (_spoil_x, NonFiniteError, "'layers.3': x_TD has a NaN or an infinity at token 4 on rank {}"),
+    (_spoil_score, NonFiniteError, "'layers.3': scores_TK has a NaN .* token 2 on rank {}"),
+    (_id_too_large, RelayUsageError, r"expert_ids_TK\[3, 1\] = 12 on rank {} .*in \[0, 12\)"),
+    (_negative_id, RelayUsageError, r"expert_ids_TK\[5, 0\] = -1 on rank {}"),
+    (_repeat_id, RelayUsageError, r"expert_ids_TK\[6, 1\] = \d+ on rank {} .*is repeated"),
+]
+
+
+def _run(case, rank, spoil, group, options):
+    data = case.data(rank)
+    if spoil is not None:
+        spoil(data)
+    weights = [weight.detach() for weight in local_weights(case, rank)]
+    return relay_moe(data.x_TD, data.scores_TK, data.ids_TK, *weights, group, options)
+
+
+@pytest.mark.parametrize(("spoil", "kind", "message"), FAULTS)
+def test_on_one_rank(spoil, kind, message):
+    with pytest.raises(kind, match=message.format(0)):
+        _run(MoeCase(1), 0, spoil, None, CHECKED)
+
+
+@pytest.mark.parametrize("spoil", [_id_too_large, _negative_id])
+def test_ids_out_of_range_are_found_without_being_asked_for(spoil):
+    with pytest.raises(RelayUsageError, match="ids must be in"):
+        _run(MoeCase(1), 0, spoil, None, RelayOptions())
+
+
+def _check_every_rank_stops():
+    group = subgroup([0, 1, 2])
+    if group is not None:
+        case, rank = MoeCase(3), dist.get_rank(group)
+        for spoil, kind, message in FAULTS:
+            with pytest.raises(kind, match=message.format(1)):
+                _run(case, rank, spoil if rank == 1 else None, group, CHECKED)
+        check_case(case, group, CHECKED)
+    dist.barrier()
+
+
+def test_a_fault_on_one_rank_stops_every_rank():
+    run_ranks(_check_every_rank_stops, 3)
+
+
+X = torch.zeros(4, 8)
+SCORES = torch.zeros(4, 2)
+IDS = torch.zeros(4, 2, dtype=torch.int64)
+W1, W2, W3 = torch.zeros(3, 6, 8), torch.zeros(3, 8, 6), torch.zeros(3, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((X[0], SCORES, IDS, W1, W2, W3), "x_TD, scores_TK and w1_eFD have 1, 2 and 3 dimensions"),
+        ((X, SCORES[:3], IDS, W1, W2, W3), r"scores_TK has shape \(3, 2\); it must be \(4, 2\)"),
+        ((X, SCORES, IDS[:, :1], W1, W2, W3), r"expert_ids_TK has shape \(4, 1\)"),
+        ((X, SCORES, IDS, W1, W1, W3), r"w2_eDF has shape \(3, 6, 8\); it must be \(3, 8, 6\)"),
+        ((X, SCORES, IDS, W1, W2, W3[:2]), r"w3_eFD has shape \(2, 6, 8\)"),
+        ((X.double(), SCORES, IDS, W1, W2, W3), "w1_eFD has dtype torch.float32; it must be that"),
+        ((X, SCORES, IDS.float(), W1, W2, W3), "expert_ids_TK has dtype torch.float32"),
+        ((X, IDS, IDS, W1, W2, W3), "both must be floating"),
+    ],
+)
+def test_wrong_shapes_and_dtypes_are_named(arguments, message):
+    with pytest.raises(RelayUsageError, match=message):
+        relay_moe(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"circulate": "weights"}, "circulate = 'weights' must be one of"),
+        ({"num_slices": 0}, "num_slices = 0 must be"),
+        ({"num_slices": True}, "num_slices = True must be"),
+        ({"max_rows_per_step": -3}, "max_rows_per_step = -3 must be"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank = 0 must be"),
+        ({"grad_dtype": "fp8"}, "grad_dtype = 'fp8' must be one of"),
+    ],
+)
+def test_wrong_options_are_named(wrong, message):
+    with pytest.raises(RelayUsageError, match=message):
+        RelayOptions(**wrong)

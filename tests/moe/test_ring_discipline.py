@@ -1,0 +1,156 @@
+"""Buffers and order: a hostile link finds no misuse, and the exchange refuses every misuse."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.moe.parity import FLOAT32_TOLERANCE
+from tests.moe.virtual_layer import virtual_errors
+from tests.support.moe_cases import MoeCase
+from tests.support.virtual_ring import VirtualWorld
+from titan_relay.moe import RelayOptions, RingMisuseError
+from titan_relay.moe.transport import RingExchange, Where
+
+HERE = Where("layer", "forward", 0, 0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("circulate", ["experts", "tokens"])
+def test_late_delivery_and_spoilt_buffers_change_nothing(circulate, num_ranks):
+    base = MoeCase(num_ranks, num_experts=12, num_tokens=17)
+    for case in (base, replace(base, skew="one_expert"), replace(base, has_biases=True)):
+        for slices in (1, 2, 3):
+            options = RelayOptions(circulate, num_slices=slices, max_rows_per_step=5)
+            errors = virtual_errors(case, options, VirtualWorld(num_ranks, hostile=True))
+            assert max(errors.values()) < FLOAT32_TOLERANCE, (case, options, errors)
+
+
+@pytest.mark.parametrize("circulate", ["experts", "tokens"])
+def test_late_delivery_with_gradients_summed_in_a_wider_dtype(circulate):
+    case = MoeCase(3, num_experts=6, num_tokens=17)
+    options = RelayOptions(circulate, num_slices=2, grad_dtype="float64")
+    errors = virtual_errors(case, options, VirtualWorld(3, hostile=True))
+    assert max(errors.values()) < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("circulate", ["experts", "tokens"])
+def test_unequal_tokens_under_late_delivery(circulate):
+    case = MoeCase(3, num_experts=6, tokens_by_rank=(5, 0, 3))
+    options = RelayOptions(circulate, num_slices=2, max_tokens_per_rank=6)
+    errors = virtual_errors(case, options, VirtualWorld(3, hostile=True))
+    assert max(errors.values()) < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_each_hop_holds_the_weights_of_the_expected_owner(num_ranks, monkeypatch):
+    """Weights stamped with their owner: a stale or swapped buffer shows its stamp."""
+    from titan_relay.moe import experts_forward
+
+    class Stamped(MoeCase):
+        def weights(self):
+            stamp = torch.arange(self.num_experts) // (self.num_experts // self.num_ranks)
+            return [
+                torch.ones_like(weight) * stamp.view(-1, 1, 1).float()
+                for weight in super().weights()
+            ]
+
+    held = []
+    real = experts_forward.forward_experts_
+
+    def recording(out, x, scores, rows, segments, weights, *rest):
+        stamps = {float(value) for tensor in weights.tensors() for value in tensor.unique()}
+        held.append((segments, stamps))
+        return real(out, x, scores, rows, segments, weights, *rest)
+
+    monkeypatch.setattr(experts_forward, "forward_experts_", recording)
+    case = Stamped(num_ranks, num_experts=12)
+    options = RelayOptions("experts", num_slices=2)
+    virtual_errors(case, options, VirtualWorld(num_ranks, hostile=True))
+    assert len(held) == 2 * num_ranks * num_ranks
+    assert all(len(stamps) == 1 for _, stamps in held)
+
+
+def test_hostile_link_notices_a_buffer_changed_in_flight():
+    def edit_after_commit(rank, ring):
+        exchange = RingExchange(ring.link)
+        sent, received = torch.ones(3), torch.empty(3)
+        exchange.send([sent])
+        exchange.receive([received])
+        exchange.commit(HERE)
+        if rank == 0:
+            sent.zero_()
+        ring.control.gather([0])
+        exchange.wait()
+
+    with pytest.raises(AssertionError, match="changed while it was being sent"):
+        VirtualWorld(2, hostile=True).run(edit_after_commit)
+
+
+def _misuses():
+    def queue_in_flight(exchange, sent, received):
+        exchange.send([sent])
+        exchange.receive([received])
+        exchange.commit(HERE)
+        exchange.send([sent])
+
+    def commit_twice(exchange, sent, received):
+        exchange.send([sent])
+        exchange.receive([received])
+        exchange.commit(HERE)
+        exchange.commit(HERE)
+
+    def wait_without_commit(exchange, sent, received):
+        exchange.send([sent])
+        exchange.wait()
+
+    def close_open(exchange, sent, received):
+        exchange.send([sent])
+        exchange.close()
+
+    def same_buffer(exchange, sent, received):
+        exchange.send([sent])
+        exchange.receive([sent])
+        exchange.commit(HERE)
+
+    def overlapping(exchange, sent, received):
+        exchange.receive([received[:4], received[3:]])
+        exchange.commit(HERE)
+
+    def strided(exchange, sent, received):
+        exchange.send([sent.view(2, 3).t()])
+
+    return [
+        queue_in_flight,
+        commit_twice,
+        wait_without_commit,
+        close_open,
+        same_buffer,
+        overlapping,
+        strided,
+    ]
+
+
+class _LinkThatNeverEnds:
+    rank, size = 0, 2
+
+    def start(self, sends, receives):
+        return self
+
+    def wait(self):
+        raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("misuse", _misuses())
+def test_misuse_raises(misuse):
+    exchange = RingExchange(_LinkThatNeverEnds())
+    with pytest.raises(RingMisuseError):
+        misuse(exchange, torch.zeros(6), torch.zeros(6))
+
+
+def test_empty_exchange_is_nothing():
+    exchange = RingExchange(_LinkThatNeverEnds())
+    exchange.commit(HERE)
+    exchange.wait()
+    exchange.close()
+    assert exchange.counts.num_messages == 0
