@@ -19,24 +19,25 @@ class Block(nn.Module):
         seed: int,
         post_norm: bool = False,
         circulate: str = "experts",
+        num_experts: int = NUM_EXPERTS,
     ) -> None:
         super().__init__()
         self.group, self.post_norm = group, post_norm
         num_ranks = 1 if group is None else group.size()
         rank = 0 if group is None else dist.get_rank(group)
-        local = NUM_EXPERTS // num_ranks
+        local = num_experts // num_ranks
         mine = slice(rank * local, (rank + 1) * local)
         random = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=random) * shape[-1] ** -0.5
 
-        self.gate = nn.Parameter(weight(NUM_EXPERTS, DIM))
+        self.gate = nn.Parameter(weight(num_experts, DIM))
         self.inner = nn.Parameter(weight(DIM, DIM))
         self.shared = nn.Parameter(weight(DIM, DIM))
-        self.w1 = nn.Parameter(weight(NUM_EXPERTS, EXPERT_DIM, DIM)[mine].clone())
-        self.w2 = nn.Parameter(weight(NUM_EXPERTS, DIM, EXPERT_DIM)[mine].clone())
-        self.w3 = nn.Parameter(weight(NUM_EXPERTS, EXPERT_DIM, DIM)[mine].clone())
+        self.w1 = nn.Parameter(weight(num_experts, EXPERT_DIM, DIM)[mine].clone())
+        self.w2 = nn.Parameter(weight(num_experts, DIM, EXPERT_DIM)[mine].clone())
+        self.w3 = nn.Parameter(weight(num_experts, EXPERT_DIM, DIM)[mine].clone())
         self.options = RelayOptions(circulate, layer=f"block{seed}")
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.moe.blocks import DIM, Block, messages_sent
+from tests.moe.blocks import DIM, NUM_EXPERTS, Block, messages_sent
 from tests.support.dense_reference import relative_error
 from tests.support.distributed import run_ranks
 from titan_relay.moe import relay_checkpoint, relay_moe
@@ -34,9 +34,9 @@ class Experts(torch.nn.Module):
 
 
 class ShardedBlock(torch.nn.Module):
-    def __init__(self, seed, ep_mesh):
+    def __init__(self, seed, ep_mesh, num_experts=NUM_EXPERTS):
         super().__init__()
-        whole = Block(None, seed)
+        whole = Block(None, seed, num_experts=num_experts)
         self.gate, self.inner = whole.gate, whole.inner
         self.experts = Experts(whole, ep_mesh)
 
