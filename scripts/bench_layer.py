@@ -1,0 +1,179 @@
+"""Memory, time, error and traffic of one MoE layer, forward and backward, by implementation.
+
+    python scripts/bench_layer.py --ep 2 --tokens 4096 --dim 256 --expert-dim 128 --experts 32 \
+        --top-k 8 --impl relay-auto torchtitan megatron --json out.json
+
+Spawns its own ranks, one thread each on CPU (gloo), or one GPU each (NCCL). All implementations
+run in one process per rank, take turns, and are checked against one float64 reference. Each figure
+is that of the largest rank; times are medians over iterations.
+
+``megatron`` on CPU is Megatron-Core with sequential experts, eager, without Transformer Engine;
+read nothing about GPUs from it. ``megatron-grouped`` has grouped experts instead.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from layer_bench.layers import IMPLEMENTATIONS, build_layer
+from layer_bench.measure import measure_error, measure_memory, measure_times, measure_traffic
+from layer_bench.reference import reference_of
+from layer_bench.setting import PRESETS, Setting
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    results = run(args)
+    print(table(setting_of(args), results))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--impl", nargs="+", choices=IMPLEMENTATIONS, default=["relay-auto"], metavar="NAME",
+        help=f"any of {', '.join(IMPLEMENTATIONS)}",
+    )  # fmt: skip
+    parser.add_argument("--preset", choices=PRESETS, help="layer shape of a published model")
+    parser.add_argument("--scale", type=float, default=1.0, help="shrink a preset's D and F")
+    parser.add_argument("--ep", type=int, default=2, help="expert-parallel ranks")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
+    parser.add_argument("--dim", type=int, default=256, help="model dimension")
+    parser.add_argument("--expert-dim", type=int, default=128, help="expert hidden dimension")
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--skew", type=float, default=0.0, help="Zipf exponent; 0 is balanced")
+    parser.add_argument("--iters", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=None)
+    parser.add_argument("--num-slices", type=int, default=None, help="of the relay; default auto")
+    parser.add_argument("--rows-per-step", type=int, default=None, help="default auto")
+    parser.add_argument("--json", metavar="FILE", help="write a list of objects, one per NAME")
+    args = parser.parse_args(argv)
+    if args.preset:
+        dim, expert_dim, args.experts, args.top_k = PRESETS[args.preset]
+        args.dim, args.expert_dim = round(dim * args.scale), round(expert_dim * args.scale)
+    args.device = args.device or ("cuda" if torch.cuda.device_count() >= args.ep else "cpu")
+    if args.experts % args.ep:
+        parser.error(f"--experts {args.experts} must be divisible by --ep {args.ep}")
+    if args.top_k > args.experts:
+        parser.error(f"--top-k {args.top_k} must be at most --experts {args.experts}")
+    return args
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    return Setting(
+        ep=args.ep,
+        tokens=args.tokens,
+        dim=args.dim,
+        expert_dim=args.expert_dim,
+        experts=args.experts,
+        top_k=args.top_k,
+        dtype=DTYPES[args.dtype],
+        skew=args.skew,
+        device=args.device,
+    )
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Spawn the ranks and return rank 0's list of results."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, args=(args, folder), nprocs=args.ep)
+        return json.loads((Path(folder) / "results.json").read_text())
+
+
+def _rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if args.device == "cuda" else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=args.ep,
+    )
+    results = measure(args)
+    if rank == 0:
+        (Path(folder) / "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every figure of every implementation, on the largest rank."""
+    setting = setting_of(args)
+    group = dist.distributed_c10d._get_default_group()
+    inputs = setting.inputs(dist.get_rank())
+    layers = [
+        build_layer(
+            name,
+            setting,
+            group,
+            num_slices=args.num_slices,
+            max_rows_per_step=args.rows_per_step,
+        )
+        for name in args.impl
+    ]
+    reference = reference_of(setting, inputs, group)
+    errors = {layer.name: measure_error(layer, inputs, reference) for layer in layers}
+    del reference
+    figures: list[dict[str, Any]] = []
+    for layer in layers:
+        traffic = measure_traffic(layer, inputs)
+        figures.append({**measure_memory(layer, inputs), **traffic})
+    times = measure_times(layers, inputs, args.iters, args.warmup)
+    results = []
+    for layer, figure in zip(layers, figures, strict=True):
+        figure |= {"max_rel_err": errors[layer.name]}
+        figure = {name: _largest(value) for name, value in figure.items()}
+        every_ms = [_largest(value) for value in times[layer.name]]
+        median_ms = statistics.median(every_ms) if every_ms else float("nan")
+        results.append({"impl": layer.name, **figure, "median_ms": median_ms, "all_ms": every_ms})
+    return results
+
+
+def _largest(value: float) -> float:
+    tensor = torch.tensor([value], dtype=torch.float64)
+    if torch.cuda.is_available() and dist.get_backend() == "nccl":
+        tensor = tensor.cuda()
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def table(setting: Setting, results: list[dict[str, Any]]) -> str:
+    """Memory in units of one copy of a rank's tokens."""
+    unit = setting.unit_bytes
+    lines = [
+        f"W={setting.ep} T={setting.tokens} D={setting.dim} F={setting.expert_dim} "
+        f"E={setting.experts} K={setting.top_k} {setting.dtype} skew={setting.skew} "
+        f"{setting.device}; 1 unit = T*D*{setting.dtype.itemsize} bytes = {unit / 2**20:.2f} MiB",
+        "",
+        "| implementation | peak units | saved units | median ms | sent MiB | wait ms | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        lines.append(
+            f"| {result['impl']} | {result['peak_bytes'] / unit:.2f} "
+            f"| {result['saved_bytes'] / unit:.3f} | {result['median_ms']:.1f} "
+            f"| {result['sent_bytes'] / 2**20:.1f} | {result['wait_ms']:.1f} "
+            f"| {result['max_rel_err']:.1e} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    main()

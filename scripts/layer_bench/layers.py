@@ -1,0 +1,108 @@
+"""The implementations by name, each a ``Layer`` on one rank of the expert-parallel group.
+
+Torchtitan and Megatron-Core are imported only when one of theirs is asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from layer_bench.setting import Setting
+from titan_relay.moe import RelayOptions, relay_moe, relay_ring
+
+# (x_TD, scores_TK, ids_TK) -> out_TD
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+IMPLEMENTATIONS = (
+    "relay-experts",
+    "relay-tokens",
+    "relay-auto",
+    "torchtitan",
+    "torchtitan-recompute",
+    "torchtitan-stock",
+    "megatron",
+    "megatron-recompute",
+    "megatron-grouped",
+)
+
+
+@dataclass
+class Layer:
+    """A layer with its parameters, and how to read its gradients and traffic back."""
+
+    name: str
+    forward: Forward
+    parameters: list[torch.Tensor]
+    weight_gradients: Callable[[], list[torch.Tensor]]  # of w1_eFD, w2_eDF, w3_eFD
+    relay_group: dist.ProcessGroup | None = None
+    keep: list[Any] = field(default_factory=list)
+
+
+def build_layer(
+    name: str,
+    setting: Setting,
+    group: dist.ProcessGroup,
+    *,
+    num_slices: int | None,
+    max_rows_per_step: int | None,
+) -> Layer:
+    """Build implementation ``name`` on this rank."""
+    if name.startswith("relay-"):
+        return _relay_layer(name, setting, group, num_slices, max_rows_per_step)
+    if name.startswith("torchtitan"):
+        from layer_bench.torchtitan_layer import torchtitan_layer
+
+        layer = torchtitan_layer(name, setting, group)
+    else:
+        from layer_bench.megatron_layer import megatron_layer
+
+        layer = megatron_layer(name, setting, group)
+    if name.endswith("-recompute"):
+        # Megatron-Core's own recompute is reentrant; torchtitan's is not.
+        layer.forward = _recomputed(layer.forward, use_reentrant=name.startswith("megatron"))
+    return layer
+
+
+def _recomputed(forward: Forward, *, use_reentrant: bool) -> Forward:
+    """Layer recompute: the whole layer runs again in the backward, communication included."""
+
+    def recomputed(
+        x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor
+    ) -> torch.Tensor:
+        return checkpoint(forward, x_TD, scores_TK, ids_TK, use_reentrant=use_reentrant)
+
+    return recomputed
+
+
+def _relay_layer(
+    name: str,
+    setting: Setting,
+    group: dist.ProcessGroup,
+    num_slices: int | None,
+    max_rows_per_step: int | None,
+) -> Layer:
+    weights = [weight.requires_grad_() for weight in setting.weights(dist.get_rank(group))]
+    ring_group = group if setting.ep > 1 else None
+    if ring_group is not None:
+        relay_ring(ring_group)
+    options = RelayOptions(
+        circulate=name.removeprefix("relay-"),  # type: ignore[arg-type]
+        num_slices=num_slices or "auto",
+        max_rows_per_step=max_rows_per_step or "auto",
+        layer=name,
+    )
+
+    def forward(x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+        return relay_moe(x_TD, scores_TK, ids_TK, *weights, ring_group, options)
+
+    return Layer(name, forward, weights, lambda: grads_of(weights), ring_group)
+
+
+def grads_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients that must exist."""
+    grads = [parameter.grad for parameter in parameters]
+    return [grad for grad in grads if grad is not None]

@@ -1,0 +1,162 @@
+"""What is measured of a layer: memory, time, error and traffic, each on the largest rank.
+
+- ``saved_bytes``: live after the forward, beyond parameters, inputs and the output.
+- ``peak_bytes``: most live during forward and backward, beyond parameters, inputs and parameters'
+  gradients. Tensor storages are counted, not an allocator's blocks.
+- ``max_rel_err``: the largest difference over the largest value, of output, input gradient, score
+  gradient and weight gradients, against float64.
+- ``sent_bytes``: leaving the rank in forward and backward. ``wait_ms``: the process blocked on it.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layer_bench.layers import Layer
+from layer_bench.reference import Reference, relative_error
+from layer_bench.setting import Inputs
+from titan_relay.memory import LiveBytes
+from titan_relay.moe import relay_ring
+
+
+@dataclass
+class Pass:
+    """One forward and backward."""
+
+    out_TD: torch.Tensor
+    dx_TD: torch.Tensor
+    dscores_TK: torch.Tensor
+
+
+def run_pass(layer: Layer, inputs: Inputs) -> Pass:
+    for parameter in layer.parameters:
+        parameter.grad = None
+    x_TD = inputs.x_TD.detach().requires_grad_()
+    scores_TK = inputs.scores_TK.detach().requires_grad_()
+    out_TD = layer.forward(x_TD, scores_TK, inputs.ids_TK)
+    out_TD.backward(inputs.dout_TD)
+    assert x_TD.grad is not None
+    assert scores_TK.grad is not None
+    return Pass(out_TD.detach(), x_TD.grad, scores_TK.grad)
+
+
+def measure_memory(layer: Layer, inputs: Inputs) -> dict[str, int]:
+    """``saved_bytes`` and ``peak_bytes`` of this rank."""
+    for parameter in layer.parameters:
+        parameter.grad = None
+    x_TD = inputs.x_TD.detach().requires_grad_()
+    scores_TK = inputs.scores_TK.detach().requires_grad_()
+    gc.collect()
+    with LiveBytes(keep_events=True) as tracker:
+        out_TD = layer.forward(x_TD, scores_TK, inputs.ids_TK)
+        saved_bytes = tracker.live_bytes - out_TD.untyped_storage().nbytes()
+        out_TD.backward(inputs.dout_TD)
+    gradients = [parameter.grad for parameter in layer.parameters if parameter.grad is not None]
+    return {"saved_bytes": saved_bytes, "peak_bytes": tracker.peak_bytes_without(*gradients)}
+
+
+def measure_error(layer: Layer, inputs: Inputs, reference: Reference) -> float:
+    result = run_pass(layer, inputs)
+    pairs = [
+        (result.out_TD, reference.out_TD),
+        (result.dx_TD, reference.dx_TD),
+        (result.dscores_TK, reference.dscores_TK),
+        *zip(layer.weight_gradients(), reference.dweights, strict=True),
+    ]
+    return max(relative_error(actual, expected) for actual, expected in pairs)
+
+
+def measure_times(
+    layers: Sequence[Layer], inputs: Inputs, iterations: int, warmup: int
+) -> dict[str, list[float]]:
+    """Milliseconds of every iteration on this rank, the implementations taking turns."""
+    times: dict[str, list[float]] = {layer.name: [] for layer in layers}
+    for iteration in range(warmup + iterations):
+        for layer in layers:
+            _synchronize(inputs)
+            dist.barrier()
+            begin_s = time.perf_counter()
+            run_pass(layer, inputs)
+            _synchronize(inputs)
+            if iteration >= warmup:
+                times[layer.name].append(1e3 * (time.perf_counter() - begin_s))
+    return times
+
+
+def measure_traffic(layer: Layer, inputs: Inputs) -> dict[str, float]:
+    """``sent_bytes`` and ``wait_ms`` of one pass on this rank."""
+    dist.barrier()
+    if layer.relay_group is not None:
+        telemetry = relay_ring(layer.relay_group).telemetry
+        telemetry.take()
+        run_pass(layer, inputs)
+        counts = telemetry.take().values()
+        return {
+            "sent_bytes": sum(count.sent_bytes for count in counts),
+            "wait_ms": 1e3 * sum(count.wait_seconds for count in counts),
+        }
+    with CollectiveCounter() as counter:
+        run_pass(layer, inputs)
+    return {"sent_bytes": counter.sent_bytes, "wait_ms": 1e3 * counter.wait_seconds}
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts what all-to-alls send to other ranks, and the time blocked in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent_bytes = 0
+        self.wait_seconds = 0.0
+        self._wait = dist.Work.wait
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = func.name()
+        if not name.startswith(("c10d::", "_c10d_functional::")):
+            return func(*args, **(kwargs or {}))
+        if name == "c10d::alltoall_base_":
+            _, tensor, _, _, splits, *_ = args
+            self._count(tensor, splits)
+        elif name == "_c10d_functional::all_to_all_single":
+            tensor, _, splits, *_ = args
+            self._count(tensor, splits)
+        return self._timed(func, *args, **(kwargs or {}))
+
+    def _timed(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        begin_s = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.wait_seconds += time.perf_counter() - begin_s
+
+    def _count(self, tensor: torch.Tensor, splits: Sequence[int]) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        rows = list(splits) or [tensor.shape[0] // size] * size
+        row_bytes = tensor.nbytes // max(1, sum(rows))
+        self.sent_bytes += row_bytes * (sum(rows) - rows[rank])
+
+    def __enter__(self) -> "CollectiveCounter":
+        counter, wait = self, self._wait
+
+        def timed_wait(work: dist.Work, *args: Any) -> Any:
+            return counter._timed(wait, work, *args)
+
+        dist.Work.wait = timed_wait  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        dist.Work.wait = self._wait  # type: ignore[method-assign]
+
+
+def _synchronize(inputs: Inputs) -> None:
+    if inputs.x_TD.is_cuda:
+        torch.cuda.synchronize()
