@@ -69,13 +69,15 @@ def layout(dp: int = 1, cp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1, rep:
 
 
 def write_data(folder: Path, num_documents: int = 60) -> None:
-    """A corpus of patterned text and a byte tokenizer."""
+    """A corpus of patterned text, a few held-out documents, and a byte tokenizer."""
     ranks = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
     (folder / "ranks.tiktoken").write_text("\n".join(ranks) + "\n")
-    with (folder / "corpus.jsonl").open("w") as file:
-        for n in range(num_documents):
-            text = " ".join(f"{n * k % 97} mod 97" for k in range(1, 5 + n % 13))
-            file.write(json.dumps({"text": text}) + "\n")
+    documents = [
+        json.dumps({"text": " ".join(f"{n * k % 97} mod 97" for k in range(1, 5 + n % 13))}) + "\n"
+        for n in range(num_documents + 11)
+    ]
+    (folder / "corpus.jsonl").write_text("".join(documents[:num_documents]))
+    (folder / "validation.jsonl").write_text("".join(documents[num_documents:]))
 
 
 def config_file(folder: Path) -> Path:
@@ -90,6 +92,7 @@ def config_file(folder: Path) -> Path:
         f"[training]\nseq_len = {SEQ_LEN}\nglobal_batch_size = {GLOBAL_BATCH}\nsteps = 6\n"
         "local_batch_size = 4\ncpu_threads_per_rank = 1"
     )
+    lines.append(f'[validator.data]\nfiles = ["{folder}/validation.jsonl"]')
     lines.append("[optimizer]\nlr = 3e-3\n[lr_scheduler]\nwarmup_steps = 2\ntotal_steps = 40")
     lines.append("[metrics]\nlog_freq = 1\n[debug]\nseed = 5")
     path = folder / "run.toml"
@@ -107,6 +110,7 @@ class Steps:
 
     losses: list[float]
     grad_norms: list[float]
+    validation_losses: list[float]
 
 
 def train_all(folder: str, runs: list[Run]) -> dict[str, Steps]:
@@ -116,7 +120,7 @@ def train_all(folder: str, runs: list[Run]) -> dict[str, Steps]:
 
 
 def trainer_of(folder: Path, run: Run) -> Any:
-    """A built trainer that records `trainer.losses` and `trainer.grad_norms`."""
+    """A built trainer that records `losses`, `grad_norms` and `validation_losses`."""
     import torch.distributed as dist
 
     from titan_relay.config import load_config, validate
@@ -128,15 +132,21 @@ def trainer_of(folder: Path, run: Run) -> Any:
     loaded = load_config(arguments)
     validate(loaded.config, dist.get_world_size(), loaded.sources)
     trainer = build_trainer_config(loaded.config, dist.get_world_size()).build()
-    trainer.losses, trainer.grad_norms = [], []
+    trainer.losses, trainer.grad_norms, trainer.validation_losses = [], [], []
     log = trainer.metrics_processor.log
+    log_validation = trainer.metrics_processor.log_validation
 
     def record(step: int, loss: float, max_loss: float, norm: float, **more: Any) -> None:
         trainer.losses.append(loss)
         trainer.grad_norms.append(norm)
         log(step, loss, max_loss, norm, **more)
 
+    def record_validation(loss: float, step: int, **more: Any) -> None:
+        trainer.validation_losses.append(loss)
+        log_validation(loss, step, **more)
+
     trainer.metrics_processor.log = record
+    trainer.metrics_processor.log_validation = record_validation
     return trainer
 
 
@@ -144,7 +154,7 @@ def train(folder: Path, run: Run) -> Steps:
     """Train one run."""
     trainer = trainer_of(folder, run)
     trainer.train()
-    steps = Steps(trainer.losses, trainer.grad_norms)
+    steps = Steps(trainer.losses, trainer.grad_norms, trainer.validation_losses)
     trainer.close()
     del trainer
     gc.collect()

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.distributed import run_ranks
-from tests.titan.runs import Steps, a_run, config_file, layout, train_all, write_data
+from tests.titan.runs import Run, Steps, a_run, config_file, layout, train_all, write_data
 
 REFERENCE = "one rank"
 
@@ -29,14 +29,19 @@ FOUR_RANKS = [
 ]
 
 
+def _validated(runs: list[Run]) -> list[Run]:
+    every = (("validator.enable", True), ("validator.freq", 3))
+    return [Run(run.name, run.settings + every) for run in runs]
+
+
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Steps]]:
     """Steps of all runs as each of the four ranks saw them; the reference is in all of them."""
     folder = tmp_path_factory.mktemp("parity")
     write_data(folder)
     config_file(folder)
-    one = run_ranks(train_all, 1, str(folder), ONE_RANK, timeout_s=500.0)[0]
-    four = run_ranks(train_all, 4, str(folder), FOUR_RANKS, timeout_s=500.0)
+    one = run_ranks(train_all, 1, str(folder), _validated(ONE_RANK), timeout_s=500.0)[0]
+    four = run_ranks(train_all, 4, str(folder), _validated(FOUR_RANKS), timeout_s=500.0)
     return [one | each for each in four]
 
 
@@ -57,6 +62,19 @@ def test_gradient_norms_equal_those_of_one_rank_on_every_rank(
         assert steps[name].grad_norms == by_rank[0][name].grad_norms
         # As above; norms are more sensitive than losses.
         assert steps[name].grad_norms == pytest.approx(steps[REFERENCE].grad_norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [run.name for run in ONE_RANK[1:] + FOUR_RANKS])
+def test_validation_losses_equal_those_of_one_rank(
+    name: str, by_rank: list[dict[str, Steps]]
+) -> None:
+    """Over all held-out documents, which end at different rows on different ranks."""
+    steps = by_rank[-1]
+    assert len(steps[REFERENCE].validation_losses) == 3  # after steps 1, 3 and 6
+    # As for training losses.
+    assert steps[name].validation_losses == pytest.approx(
+        steps[REFERENCE].validation_losses, rel=1e-5
+    )
 
 
 def test_the_runs_learn(by_rank: list[dict[str, Steps]]) -> None:

@@ -20,7 +20,7 @@ from torchtitan.config.override import OverrideConfig
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 
-from titan_relay.config import Sources, degrees_of
+from titan_relay.config import degrees_of
 from titan_relay.config.schema import DataConfig, RunConfig
 from titan_relay.moe import RelayOptions
 from titan_relay.titan import cpu
@@ -34,8 +34,6 @@ from titan_relay.titan.tokenizer import RelayTokenizer
 from titan_relay.titan.trainer import RelayTrainer
 from titan_relay.titan.validate import RelayValidator
 
-_FLEX_BLOCK = 128  # FlexAttention's block; context parallelism cuts rows into whole blocks
-
 
 def global_batch_size(run: RunConfig, world_size: int) -> int:
     """Sequences per optimizer step over all ranks."""
@@ -45,7 +43,7 @@ def global_batch_size(run: RunConfig, world_size: int) -> int:
 
 
 def build_trainer_config(run: RunConfig, world_size: int) -> RelayTrainer.Config:
-    """The torchtitan configuration of a run that `validate` and `check_device` have passed."""
+    """The torchtitan configuration of a run that `validate` and `check_device` let pass."""
     rows = global_batch_size(run, world_size)
     return RelayTrainer.Config(
         run=run,
@@ -85,31 +83,6 @@ def _fields(section: Any) -> dict[str, Any]:
 
 def _as_lists(value: Any) -> Any:
     return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
-
-
-def check_device(run: RunConfig, sources: Sources) -> None:
-    """Refuse what the configuration allows but this device's attention does not.
-
-    Raises:
-        ConfigError: one line with the key, the value and the fix.
-    """
-    cp, seq_len = run.parallelism.context_parallel_degree, run.training.seq_len
-    balancer = run.parallelism.context_parallel_load_balancer
-    if cpu.on_cpu():
-        if cp > 1 and balancer == "ptrr":
-            raise sources.error(
-                "parallelism.context_parallel_load_balancer",
-                balancer,
-                'needs FlexAttention, which does not train on CPU; use "headtail" or "none"',
-            )
-    elif cp > 1 and seq_len % (cp * _FLEX_BLOCK):
-        nearest = max(1, round(seq_len / (cp * _FLEX_BLOCK))) * cp * _FLEX_BLOCK
-        raise sources.error(
-            "training.seq_len",
-            seq_len,
-            f"FlexAttention under context_parallel_degree = {cp} needs a multiple of "
-            f"{cp} * {_FLEX_BLOCK}, such as {nearest}",
-        )
 
 
 def _model_spec(run: RunConfig) -> ModelSpec:

@@ -15,7 +15,8 @@ from titan_relay.config import RunConfig, Sources
 from titan_relay.data import DataError
 from titan_relay.moe import RingError
 from titan_relay.titan.balance_hook import NonFiniteRouterError
-from titan_relay.titan.build import build_trainer_config, check_device
+from titan_relay.titan.build import build_trainer_config
+from titan_relay.titan.check_device import check_device
 from titan_relay.titan.metrics_folder import FolderError
 from titan_relay.titan.summary import log_summary
 from titan_relay.titan.trainer import RelayTrainer
