@@ -1,0 +1,156 @@
+"""The plain PyTorch steps against a row-by-row float64 reference, with poisoned buffers."""
+
+import math
+
+import pytest
+import torch
+
+from relay_kernels import (
+    BackwardWorkspace,
+    ExpertWeights,
+    ForwardWorkspace,
+    Gradients,
+    StepShape,
+    SwiGLU,
+    backward_experts_,
+    forward_experts_,
+)
+from tests.kernels.reference import expert_rows
+from tests.support.dense_reference import relative_error
+
+T, K, D, F, G = 7, 2, 5, 3, 4
+# Rows by expert: uneven, empty, one row, many.
+ROWS = torch.tensor([2, 7, 13, 0, 5, 8, 10, 12, 1], dtype=torch.int32)
+SEGMENTS = [(0, 3), (3, 3), (3, 4), (4, 9)]
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def poisoned(tensor):
+    return tensor.fill_(math.nan)
+
+
+def poison(workspace):
+    for value in vars(workspace).values():
+        if isinstance(value, torch.Tensor) and value is not getattr(workspace, "ones_F", None):
+            poisoned(value)
+
+
+def problem(dtype, has_biases):
+    random = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random).to(dtype)
+
+    tensors = [normal(G, F, D), normal(G, D, F), normal(G, F, D)]
+    if has_biases:
+        tensors += [normal(G, F), normal(G, D), normal(G, F)]
+    return normal(T, D), torch.rand(T, K, generator=random), normal(T, D), ExpertWeights(*tensors)
+
+
+def truth(x_TD, scores_TK, dout_TD, weights):
+    leaves = [
+        tensor.double().clone().requires_grad_() for tensor in (x_TD, scores_TK, *weights.tensors())
+    ]
+    x, scores, w1, w2, w3, *biases = leaves
+    out = expert_rows(
+        torch.zeros(T, D, dtype=torch.float64), x, scores, ROWS, SEGMENTS, w1, w2, w3,
+        biases or None,
+    )  # fmt: skip
+    out.backward(dout_TD.double())
+    return out.detach(), [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 100])
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_forward_and_backward(dtype, has_biases, max_rows):
+    x_TD, scores_TK, dout_TD, weights = problem(dtype, has_biases)
+    expected_out, expected = truth(x_TD, scores_TK, dout_TD, weights)
+    shape = StepShape(max_rows, D, F, dtype, x_TD.device)
+
+    workspace = ForwardWorkspace(shape)
+    poison(workspace)
+    out_TD = torch.zeros(T, D, dtype=dtype)
+    args = (ROWS, SEGMENTS, weights, SwiGLU(), workspace)
+    forward_experts_(out_TD, x_TD, scores_TK, *args)
+    assert relative_error(out_TD, expected_out) < TOLERANCE[dtype]
+
+    sum_dtype = torch.promote_types(dtype, torch.float32)
+    workspace = BackwardWorkspace(shape, sum_dtype)
+    poison(workspace)
+    gradients = Gradients(
+        torch.zeros(T, D, dtype=dtype),
+        torch.zeros(T, K),
+        weights.empty_like(G, sum_dtype).map(poisoned),
+    )
+    args = (ROWS, SEGMENTS, weights, SwiGLU(), workspace)
+    backward_experts_(gradients, dout_TD, x_TD, scores_TK, *args)
+    actual = [gradients.dx_TD, gradients.dscores_TK, *gradients.weights.tensors()]
+    for index, (mine, wanted) in enumerate(zip(actual, expected, strict=True)):
+        tolerance = TOLERANCE[dtype] if index != 1 else max(TOLERANCE[dtype], 1e-6)
+        assert relative_error(mine, wanted) < tolerance, index
+
+
+def test_accumulating_weight_gradients_adds_and_leaves_idle_experts_alone():
+    x_TD, scores_TK, dout_TD, weights = problem(torch.float64, False)
+    workspace = BackwardWorkspace(StepShape(2, D, F, torch.float64, x_TD.device), torch.float64)
+    sums = weights.empty_like(G).map(lambda tensor: tensor.fill_(1.0))
+    args = (dout_TD, x_TD, scores_TK, ROWS, SEGMENTS, weights, SwiGLU(), workspace)
+    backward_experts_(Gradients(None, None, sums, accumulate_weights=True), *args)
+    fresh = weights.empty_like(G).map(poisoned)
+    backward_experts_(Gradients(None, None, fresh), *args)
+    for total, once in zip(sums.tensors(), fresh.tensors(), strict=True):
+        torch.testing.assert_close(total, once + 1.0)
+    assert not fresh.w1_gFD[1].any()
+
+
+@pytest.mark.parametrize("wanted", ["x", "scores", "weights"])
+def test_each_gradient_alone_equals_all_together(wanted):
+    x_TD, scores_TK, dout_TD, weights = problem(torch.float64, True)
+    workspace = BackwardWorkspace(StepShape(2, D, F, torch.float64, x_TD.device), torch.float64)
+
+    def run(names):
+        gradients = Gradients(
+            torch.zeros(T, D, dtype=torch.float64) if "x" in names else None,
+            torch.zeros(T, K) if "scores" in names else None,
+            weights.empty_like(G) if "weights" in names else None,
+        )
+        args = (dout_TD, x_TD, scores_TK, ROWS, SEGMENTS, weights, SwiGLU(), workspace)
+        backward_experts_(gradients, *args)
+        return {
+            "x": [gradients.dx_TD],
+            "scores": [gradients.dscores_TK],
+            "weights": gradients.weights.tensors() if gradients.weights else [],
+        }
+
+    for mine, full in zip(
+        run([wanted])[wanted], run(["x", "scores", "weights"])[wanted], strict=True
+    ):
+        assert torch.equal(mine, full)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sum_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
+)
+def test_workspaces_take_the_bytes_they_say(dtype, sum_dtype):
+    shape = StepShape(13, D, F, dtype, torch.device("cpu"))
+
+    def storage_bytes(workspace):
+        tensors = [*vars(workspace).values(), *vars(workspace.index).values()]
+        tensors += getattr(workspace, "wide", {}).values()
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in tensors
+            if isinstance(tensor, torch.Tensor)
+        }
+        return sum(storages.values())
+
+    assert storage_bytes(ForwardWorkspace(shape)) == ForwardWorkspace.num_bytes(shape)
+    backward = BackwardWorkspace(shape, sum_dtype)
+    assert storage_bytes(backward) == BackwardWorkspace.num_bytes(shape, sum_dtype)
+
+
+@pytest.mark.parametrize("wrong", [{"alpha": 0.0}, {"limit": -1.0}])
+def test_activation_refuses_impossible_numbers(wrong):
+    with pytest.raises(ValueError, match="must be greater than 0"):
+        SwiGLU(**wrong)
