@@ -86,6 +86,7 @@ def _relay_layer(
     max_rows_per_step: int | None,
 ) -> Layer:
     weights = [weight.requires_grad_() for weight in setting.weights(dist.get_rank(group))]
+    w1_eFD, w2_eDF, w3_eFD = weights
     ring_group = group if setting.ep > 1 else None
     if ring_group is not None:
         relay_ring(ring_group)
@@ -97,7 +98,7 @@ def _relay_layer(
     )
 
     def forward(x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-        return relay_moe(x_TD, scores_TK, ids_TK, *weights, ring_group, options)
+        return relay_moe(x_TD, scores_TK, ids_TK, w1_eFD, w2_eDF, w3_eFD, ring_group, options)
 
     return Layer(name, forward, weights, lambda: grads_of(weights), ring_group)
 

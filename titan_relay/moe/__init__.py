@@ -7,12 +7,21 @@ from relay_kernels import SwiGLU
 from titan_relay.moe.checkpointing import relay_checkpoint
 from titan_relay.moe.errors import NonFiniteError, RelayUsageError, RingError, RingMisuseError
 from titan_relay.moe.function import ExpertBiases, relay_moe, relay_ops
+from titan_relay.moe.memory import (
+    WorkingMemory,
+    backward_memory,
+    forward_memory,
+    routing_peak_bytes,
+)
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.ring import Ring, relay_ring
+from titan_relay.moe.shapes import LayerShape
 from titan_relay.moe.telemetry import RingCounts, RingTelemetry
+from titan_relay.moe.traffic import Traffic, backward_traffic, forward_traffic
 
 __all__ = [
     "ExpertBiases",
+    "LayerShape",
     "NonFiniteError",
     "RelayOptions",
     "RelayUsageError",
@@ -22,8 +31,15 @@ __all__ = [
     "RingMisuseError",
     "RingTelemetry",
     "SwiGLU",
+    "Traffic",
+    "WorkingMemory",
+    "backward_memory",
+    "backward_traffic",
+    "forward_memory",
+    "forward_traffic",
     "relay_checkpoint",
     "relay_moe",
     "relay_ops",
     "relay_ring",
+    "routing_peak_bytes",
 ]
