@@ -7,7 +7,7 @@ score:
     h1 = W1 x        h3 = W3 x        gate = silu(h1)        a = gate * h3
     u  = W2^T g      ds = <u, a>                    (no down projection is recomputed for ds)
     dh3 = s * u * gate          dh1 = s * u * h3 * silu'(h1)
-    dW2 += (s * g) a^T          dW1 += dh1 x^T        dW3 += dh3 x^T
+    dW2 += g^T (s * a)          dW1 += dh1 x^T        dW3 += dh3 x^T
     dx  += W1^T dh1 + W3^T dh3
 
 Shape legend: T tokens, K top-k, N = T * K routed rows, n rows of this step (at most R), D model
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from relay_kernels.activation import SwiGLU, activate_for_backward_
-from relay_kernels.forward_step import Segment, project, steps
+from relay_kernels.forward_step import Segment, of_expert, steps
 from relay_kernels.weights import ExpertWeights
 from relay_kernels.workspace import BackwardWorkspace
 
@@ -68,11 +68,10 @@ def backward_experts_(
             gradients, x_nD, g_nD, row_n, score_n1, weights, expert, activation, workspace
         )
         if gradients.weights is not None:
-            g_nD.mul_(score_n1)
             accumulate = gradients.accumulate_weights or first != segments[expert][0]
-            _weight_gradients_(
-                gradients.weights, expert, accumulate, x_nD, g_nD, a_nF, dh1_nF, dh3_nF, workspace
-            )
+            products = ((dh1_nF, x_nD), (g_nD, a_nF), (dh3_nF, x_nD))
+            _weight_gradients_(gradients.weights, expert, accumulate, products, workspace)
+            _bias_gradients_(gradients.weights, expert, accumulate, dh1_nF, g_nD, dh3_nF, score_n1)
         if gradients.dx_TD is not None:
             dx_nD = torch.mm(dh1_nF, weights.w1_gFD[expert], out=g_nD)
             dx_nD.addmm_(dh3_nF, weights.w3_gFD[expert])
@@ -90,19 +89,16 @@ def _hidden_gradients(
     activation: SwiGLU,
     workspace: BackwardWorkspace,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``dh1, dh3`` (scaled by the score) and ``a`` (not scaled); writes the score gradients.
+    """``dh1, dh3`` and ``a``, all scaled by the score; writes the score gradients.
 
     Five buffers of width F suffice because each is given a new meaning as soon as its old one has
     been used for the last time.
     """
-    num_rows = x_nD.shape[0]
-    h1_nF, h3_nF = workspace.h1_RF[:num_rows], workspace.h3_RF[:num_rows]
-    u_nF, gate_nF, a_nF = (
-        buffer[:num_rows] for buffer in (workspace.u_RF, workspace.gate_RF, workspace.a_RF)
-    )
-    project(x_nD, weights.w1_gFD, weights.b1_gF, expert, h1_nF)
-    project(x_nD, weights.w3_gFD, weights.b3_gF, expert, h3_nF)
-    torch.mm(g_nD, weights.w2_gDF[expert], out=u_nF)
+    num_rows, hidden = x_nD.shape[0], workspace.hidden
+    h1_nF, h3_nF, u_nF, gate_nF, a_nF = hidden.math(num_rows)
+    hidden.product(x_nD, weights.w1_gFD[expert].t(), of_expert(weights.b1_gF, expert), h1_nF)
+    hidden.product(x_nD, weights.w3_gFD[expert].t(), of_expert(weights.b3_gF, expert), h3_nF)
+    hidden.product(g_nD, weights.w2_gDF[expert], None, u_nF)
     cut1_nF, cut3_nF = activate_for_backward_(h1_nF, h3_nF, gate_nF, a_nF, activation)
 
     dh3_nF = gate_nF.mul_(u_nF)
@@ -112,43 +108,63 @@ def _hidden_gradients(
         dscore_n = workspace.dscore_R[:num_rows]
         torch.mv(h3_nF.mul_(dh3_nF), workspace.ones_F, out=dscore_n)
         if weights.b2_gD is not None:
-            dscore_n.addmv_(g_nD, weights.b2_gD[expert])
+            dscore_n.add_(torch.mv(g_nD, weights.b2_gD[expert]))
         dscores_N = gradients.dscores_TK.view(-1)
         dscores_N.index_copy_(0, row_n, dscore_n.to(dscores_N.dtype))
     dh1_nF = torch.ops.aten.silu_backward.grad_input(u_nF, h1_nF, grad_input=h3_nF)
     if cut1_nF is not None and cut3_nF is not None:
         dh1_nF.masked_fill_(cut1_nF, 0.0)
         dh3_nF.masked_fill_(cut3_nF, 0.0)
-    return dh1_nF.mul_(score_n1), dh3_nF.mul_(score_n1), a_nF
+    return (
+        hidden.operand(0, dh1_nF.mul_(score_n1)),
+        hidden.operand(1, dh3_nF.mul_(score_n1)),
+        hidden.operand(2, a_nF.mul_(score_n1)),
+    )
 
 
 def _weight_gradients_(
     into: ExpertWeights,
     expert: int,
     accumulate: bool,
-    x_nD: torch.Tensor,
-    g_nD: torch.Tensor,
-    a_nF: torch.Tensor,
-    dh1_nF: torch.Tensor,
-    dh3_nF: torch.Tensor,
+    products: Sequence[tuple[torch.Tensor, torch.Tensor]],
     workspace: BackwardWorkspace,
 ) -> None:
-    """Sum one step's weight gradients into those of ``expert`` (or begin them)."""
-    x_nD, g_nD = workspace.widened("x", x_nD), workspace.widened("g", g_nD)
-    a_nF = workspace.widened("a", a_nF)
-    dh1_nF, dh3_nF = workspace.widened("dh1", dh1_nF), workspace.widened("dh3", dh3_nF)
-    # beta = 0 ignores what is in the buffer, so an expert's first step needs no zeroed buffer.
-    beta = 1 if accumulate else 0
-    into.w1_gFD[expert].addmm_(dh1_nF.t(), x_nD, beta=beta)
-    into.w2_gDF[expert].addmm_(g_nD.t(), a_nF, beta=beta)
-    into.w3_gFD[expert].addmm_(dh3_nF.t(), x_nD, beta=beta)
-    for bias_gX, rows_nX in ((into.b1_gF, dh1_nF), (into.b2_gD, g_nD), (into.b3_gF, dh3_nF)):
-        if bias_gX is None:
+    """Sum one step's ``left^T right`` into W1's, W2's and W3's gradients (or begin them)."""
+    totals = (into.w1_gFD[expert], into.w2_gDF[expert], into.w3_gFD[expert])
+    for total, (left_nA, right_nB) in zip(totals, products, strict=True):
+        if workspace.product is None:
+            # beta = 0 ignores what is in the buffer: an expert's first step needs no zeros.
+            total.addmm_(left_nA.t(), right_nB, beta=1 if accumulate else 0)
             continue
-        if accumulate:
-            bias_gX[expert].add_(rows_nX.sum(0))
-        else:
-            torch.sum(rows_nX, 0, out=bias_gX[expert])
+        # Summed in a wider dtype: each step's product is rounded once, their sum is not.
+        product = workspace.product.view(total.shape)
+        torch.mm(left_nA.t(), right_nB, out=product)
+        _add_or_begin_(total, product, accumulate)
+
+
+def _bias_gradients_(
+    into: ExpertWeights,
+    expert: int,
+    accumulate: bool,
+    dh1_nF: torch.Tensor,
+    g_nD: torch.Tensor,
+    dh3_nF: torch.Tensor,
+    score_n1: torch.Tensor,
+) -> None:
+    if into.b1_gF is None or into.b2_gD is None or into.b3_gF is None:
+        return
+    dtype = into.b1_gF.dtype
+    _add_or_begin_(into.b1_gF[expert], dh1_nF.sum(0, dtype=dtype), accumulate)
+    _add_or_begin_(into.b3_gF[expert], dh3_nF.sum(0, dtype=dtype), accumulate)
+    db2_D = torch.mv(g_nD.t(), score_n1.squeeze(1).to(g_nD.dtype))
+    _add_or_begin_(into.b2_gD[expert], db2_D, accumulate)
+
+
+def _add_or_begin_(total: torch.Tensor, value: torch.Tensor, accumulate: bool) -> None:
+    if accumulate:
+        total.add_(value)
+    else:
+        total.copy_(value)
 
 
 def _zero_experts_without_rows(into: ExpertWeights, segments: Sequence[Segment]) -> None:

@@ -40,19 +40,19 @@ def forward_experts_(
     assert len(segments) == weights.num_experts
     scores_N = scores_TK.reshape(-1)
     top_k = scores_TK.shape[1]
+    hidden = workspace.hidden
     for expert, first, last in steps(segments, workspace.max_rows):
         _, token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
         num_rows = last - first
-        x_nD = workspace.x_RD[:num_rows]
-        h1_nF, h3_nF = workspace.h1_RF[:num_rows], workspace.h3_RF[:num_rows]
-        torch.index_select(x_TD, 0, token_n, out=x_nD)
-        project(x_nD, weights.w1_gFD, weights.b1_gF, expert, h1_nF)
-        project(x_nD, weights.w3_gFD, weights.b3_gF, expert, h3_nF)
+        x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
+        h1_nF, h3_nF = hidden.math(num_rows)
+        hidden.product(x_nD, weights.w1_gFD[expert].t(), of_expert(weights.b1_gF, expert), h1_nF)
+        hidden.product(x_nD, weights.w3_gFD[expert].t(), of_expert(weights.b3_gF, expert), h3_nF)
         # The score is applied to F columns before the down projection, not to D after it.
-        a_nF = activate_(h1_nF, h3_nF, activation).mul_(score_n1)
+        a_nF = hidden.operand(0, activate_(h1_nF, h3_nF, activation).mul_(score_n1))
         y_nD = torch.mm(a_nF, weights.w2_gDF[expert].t(), out=workspace.y_RD[:num_rows])
         if weights.b2_gD is not None:
-            y_nD.addr_(score_n1.squeeze(1), weights.b2_gD[expert])
+            y_nD.addr_(score_n1.squeeze(1).to(y_nD.dtype), weights.b2_gD[expert])
         out_TD.index_add_(0, token_n, y_nD)
 
 
@@ -63,15 +63,5 @@ def steps(segments: Sequence[Segment], max_rows: int) -> Iterator[tuple[int, int
             yield expert, first, min(first + max_rows, end)
 
 
-def project(
-    x_nD: torch.Tensor,
-    w_gFD: torch.Tensor,
-    b_gF: torch.Tensor | None,
-    expert: int,
-    out_nF: torch.Tensor,
-) -> None:
-    """``out = x W^T + b`` for one expert."""
-    if b_gF is None:
-        torch.mm(x_nD, w_gFD[expert].t(), out=out_nF)
-    else:
-        torch.addmm(b_gF[expert], x_nD, w_gFD[expert].t(), out=out_nF)
+def of_expert(bias_gX: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias_gX is None else bias_gX[expert]

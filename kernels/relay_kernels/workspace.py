@@ -3,7 +3,11 @@
 Its size depends on the number of rows per step alone, never on what the router does, so that the
 peak of a layer is the same for every routing.
 
-Shape legend: R rows per step, D model dimension, F expert hidden dimension.
+Products are computed in the tokens' dtype. What lies between two products (activation, scores) is
+computed in float32 when that dtype is narrower, so that a value is rounded once between two
+products and not at every elementary operation; otherwise in the dtype itself, without copies.
+
+Shape legend: R rows per step, n rows of this step, D model dimension, F expert hidden dimension.
 """
 
 from dataclasses import dataclass
@@ -21,75 +25,71 @@ class StepShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def math_dtype(self) -> torch.dtype:
+        """The dtype between products."""
+        return torch.promote_types(self.dtype, torch.float32)
 
-class ForwardWorkspace:
-    """``R * (2D + 2F)`` elements, and a token index, a row index and a score per row."""
+    @property
+    def is_narrow(self) -> bool:
+        return self.math_dtype != self.dtype
 
-    def __init__(self, shape: StepShape) -> None:
-        rows = shape.max_rows
-        self.max_rows = rows
-        self.index = RowIndex(shape)
-        self.x_RD = _empty(shape, shape.dim)
-        self.y_RD = _empty(shape, shape.dim)
-        self.h1_RF = _empty(shape, shape.expert_dim)
-        self.h3_RF = _empty(shape, shape.expert_dim)
-
-    @staticmethod
-    def num_bytes(shape: StepShape) -> int:
-        elements = shape.max_rows * (2 * shape.dim + 2 * shape.expert_dim)
-        return elements * shape.dtype.itemsize + RowIndex.num_bytes(shape)
+    def rows(self, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self.max_rows, width, dtype=dtype, device=self.device)
 
 
-class BackwardWorkspace:
-    """``R * (2D + 5F)`` elements, and a token index, a score and a score gradient per row.
+class HiddenBuffers:
+    """``num_math`` buffers of width F between products, and for a narrow dtype ``num_narrow`` more.
 
-    Where gradients are summed in another dtype than the computation's (bfloat16 into float32), one
-    step's operands of the weight gradients, ``R * (2D + 3F)``, are held in that dtype as well.
+    Of the narrow ones the first takes a product's result, and each holds an operand of the next.
     """
 
-    def __init__(self, shape: StepShape, grad_dtype: torch.dtype | None) -> None:
-        self.max_rows = shape.max_rows
-        self.index = RowIndex(shape)
-        self.x_RD = _empty(shape, shape.dim)
-        self.g_RD = _empty(shape, shape.dim)
-        self.h1_RF, self.h3_RF, self.u_RF, self.gate_RF, self.a_RF = (
-            _empty(shape, shape.expert_dim) for _ in range(5)
-        )
-        self.dscore_R = torch.empty(shape.max_rows, dtype=shape.dtype, device=shape.device)
-        self.ones_F = torch.ones(shape.expert_dim, dtype=shape.dtype, device=shape.device)
-        self.wide: dict[str, torch.Tensor] = {}
-        if grad_dtype is not None and grad_dtype != shape.dtype:
-            widths = {"x": shape.dim, "g": shape.dim}
-            widths |= dict.fromkeys(("a", "dh1", "dh3"), shape.expert_dim)
-            self.wide = {
-                name: torch.empty(shape.max_rows, width, dtype=grad_dtype, device=shape.device)
-                for name, width in widths.items()
-            }
+    def __init__(self, shape: StepShape, num_math: int, num_narrow: int) -> None:
+        self._math = [shape.rows(shape.expert_dim, shape.math_dtype) for _ in range(num_math)]
+        self._narrow: list[torch.Tensor] = []
+        if shape.is_narrow:
+            self._narrow = [shape.rows(shape.expert_dim, shape.dtype) for _ in range(num_narrow)]
 
-    def widened(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` in the dtype in which gradients are summed."""
-        if not self.wide:
-            return tensor
-        return self.wide[name][: tensor.shape[0]].copy_(tensor)
+    def math(self, num_rows: int) -> list[torch.Tensor]:
+        return [buffer[:num_rows] for buffer in self._math]
+
+    def product(
+        self,
+        left_nA: torch.Tensor,
+        right_AF: torch.Tensor,
+        bias_F: torch.Tensor | None,
+        out_nF: torch.Tensor,
+    ) -> torch.Tensor:
+        """``out = left right + bias`` with ``out`` in the math dtype."""
+        result_nF = self._narrow[0][: out_nF.shape[0]] if self._narrow else out_nF
+        if bias_F is None:
+            torch.mm(left_nA, right_AF, out=result_nF)
+        else:
+            torch.addmm(bias_F, left_nA, right_AF, out=result_nF)
+        return out_nF if result_nF is out_nF else out_nF.copy_(result_nF)
+
+    def operand(self, index: int, value_nF: torch.Tensor) -> torch.Tensor:
+        """``value`` in the products' dtype; ``index`` says in which narrow buffer it may lie."""
+        if not self._narrow:
+            return value_nF
+        return self._narrow[index][: value_nF.shape[0]].copy_(value_nF)
 
     @staticmethod
-    def num_bytes(shape: StepShape, grad_dtype: torch.dtype | None) -> int:
-        rows, dim, expert_dim = shape.max_rows, shape.dim, shape.expert_dim
-        elements = rows * (2 * dim + 5 * expert_dim + 1) + expert_dim
-        total = elements * shape.dtype.itemsize + RowIndex.num_bytes(shape)
-        if grad_dtype is not None and grad_dtype != shape.dtype:
-            total += rows * (2 * dim + 3 * expert_dim) * grad_dtype.itemsize
-        return total
+    def num_bytes(shape: StepShape, num_math: int, num_narrow: int) -> int:
+        row_bytes = num_math * shape.math_dtype.itemsize
+        if shape.is_narrow:
+            row_bytes += num_narrow * shape.dtype.itemsize
+        return shape.max_rows * shape.expert_dim * row_bytes
 
 
 class RowIndex:
-    """For the rows of one step: row and token numbers (int64), scores in the compute dtype."""
+    """For the rows of one step: row and token numbers (int64), scores in the math dtype."""
 
     def __init__(self, shape: StepShape) -> None:
         self.row_R, self.token_R = torch.empty(
             2, shape.max_rows, dtype=torch.int64, device=shape.device
         ).unbind(0)
-        self.score_R = torch.empty(shape.max_rows, dtype=shape.dtype, device=shape.device)
+        self.score_R = torch.empty(shape.max_rows, dtype=shape.math_dtype, device=shape.device)
 
     def load(
         self, rows_n: torch.Tensor, scores_N: torch.Tensor, top_k: int
@@ -111,8 +111,59 @@ class RowIndex:
 
     @staticmethod
     def num_bytes(shape: StepShape) -> int:
-        return shape.max_rows * (16 + shape.dtype.itemsize)
+        return shape.max_rows * (16 + shape.math_dtype.itemsize)
 
 
-def _empty(shape: StepShape, width: int) -> torch.Tensor:
-    return torch.empty(shape.max_rows, width, dtype=shape.dtype, device=shape.device)
+class ForwardWorkspace:
+    """``R * (2D + 2F)`` elements and the row index."""
+
+    NUM_MATH, NUM_NARROW = 2, 1
+
+    def __init__(self, shape: StepShape) -> None:
+        self.max_rows = shape.max_rows
+        self.index = RowIndex(shape)
+        self.x_RD = shape.rows(shape.dim, shape.dtype)
+        self.y_RD = shape.rows(shape.dim, shape.dtype)
+        self.hidden = HiddenBuffers(shape, self.NUM_MATH, self.NUM_NARROW)
+
+    @classmethod
+    def num_bytes(cls, shape: StepShape) -> int:
+        return (
+            shape.max_rows * 2 * shape.dim * shape.dtype.itemsize
+            + HiddenBuffers.num_bytes(shape, cls.NUM_MATH, cls.NUM_NARROW)
+            + RowIndex.num_bytes(shape)
+        )
+
+
+class BackwardWorkspace:
+    """``R * (2D + 5F)`` elements, the row index and a score gradient per row.
+
+    Where gradients are summed in another dtype than the products' (bfloat16 into float32), one
+    step's product is held before it is added, ``D * F`` elements.
+    """
+
+    NUM_MATH, NUM_NARROW = 5, 3
+
+    def __init__(self, shape: StepShape, grad_dtype: torch.dtype | None) -> None:
+        self.max_rows = shape.max_rows
+        self.index = RowIndex(shape)
+        self.x_RD = shape.rows(shape.dim, shape.dtype)
+        self.g_RD = shape.rows(shape.dim, shape.dtype)
+        self.hidden = HiddenBuffers(shape, self.NUM_MATH, self.NUM_NARROW)
+        dtype, device = shape.math_dtype, shape.device
+        self.dscore_R = torch.empty(shape.max_rows, dtype=dtype, device=device)
+        self.ones_F = torch.ones(shape.expert_dim, dtype=dtype, device=device)
+        self.product: torch.Tensor | None = None
+        if grad_dtype not in (None, shape.dtype):
+            numel = shape.dim * shape.expert_dim
+            self.product = torch.empty(numel, dtype=shape.dtype, device=shape.device)
+
+    @classmethod
+    def num_bytes(cls, shape: StepShape, grad_dtype: torch.dtype | None) -> int:
+        total = shape.max_rows * 2 * shape.dim * shape.dtype.itemsize
+        total += HiddenBuffers.num_bytes(shape, cls.NUM_MATH, cls.NUM_NARROW)
+        total += (shape.max_rows + shape.expert_dim) * shape.math_dtype.itemsize
+        total += RowIndex.num_bytes(shape)
+        if grad_dtype not in (None, shape.dtype):
+            total += shape.dim * shape.expert_dim * shape.dtype.itemsize
+        return total

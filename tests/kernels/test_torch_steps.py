@@ -30,7 +30,8 @@ def poisoned(tensor):
 
 
 def poison(workspace):
-    for value in vars(workspace).values():
+    hidden = workspace.hidden
+    for value in [*vars(workspace).values(), *hidden._math, *hidden._narrow]:
         if isinstance(value, torch.Tensor) and value is not getattr(workspace, "ones_F", None):
             poisoned(value)
 
@@ -137,7 +138,7 @@ def test_workspaces_take_the_bytes_they_say(dtype, sum_dtype):
 
     def storage_bytes(workspace):
         tensors = [*vars(workspace).values(), *vars(workspace.index).values()]
-        tensors += getattr(workspace, "wide", {}).values()
+        tensors += [*workspace.hidden._math, *workspace.hidden._narrow]
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in tensors

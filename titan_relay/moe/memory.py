@@ -18,8 +18,11 @@ longest slice; ``B`` = 0, 1, 2 and ``C`` = 0, 2, 3 buffers at W = 1, 2 and more:
     routing    20 T K while sorting; then 4 T K until the backward has ended, and another 4 T K
                during a call of a ring of tokens with more than one slice
 
-Where gradients are summed in another dtype than the weights', the backward has ``R (2D + 3F) bg``
-more for widened operands, and ``2 g P bg`` (experts; one at W = 1) or ``e P bg`` (tokens) for sums.
+In bfloat16 and float16 what lies between products is float32: a step's ``2F`` and ``5F`` elements
+have 4 bytes each, ``F`` and ``3F`` of 2 bytes come on top, and a row's score has 4 bytes.
+
+Where gradients are summed in another dtype than the weights', the backward has ``D F b`` more for a
+step's product, and ``2 g P bg`` (experts; one at W = 1) or ``e P bg`` (tokens) for sums.
 
 Only routing, scores and rows depend on top-k, and nothing depends on what the router does.
 

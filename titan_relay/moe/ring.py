@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from titan_relay.moe.control import Control, ProcessGroupControl
+from titan_relay.moe.errors import RelayUsageError
 from titan_relay.moe.sibling_group import sibling_group
 from titan_relay.moe.telemetry import RingTelemetry
 from titan_relay.moe.transport import Link, ProcessGroupLink
@@ -53,6 +54,11 @@ def relay_ring(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Ri
 
 
 def _make_ring(group: dist.ProcessGroup, timeout: timedelta) -> Ring:
+    if dist.get_backend(group) == "fake":
+        raise RelayUsageError(
+            "relay_ring: the expert-parallel group has the fake backend, whose ranks have no "
+            "neighbours; run the layer on fake tensors instead"
+        )
     messages = sibling_group(group, "relay_ring", dist.get_backend_config(group), timeout)
     control = sibling_group(group, "relay_control", "gloo", timeout)
     return Ring(ProcessGroupLink(messages, timeout), ProcessGroupControl(control))
