@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 from tests.moe.parity import local_weights
 from tests.support.distributed import run_ranks, subgroup
@@ -21,13 +22,13 @@ CPU = torch.device("cpu")
 TOLERANCE = 0.02
 
 
-def measure(case, group, options):
+def measure(case, group, options, fake=None):
     """Peak live bytes of forward and of backward on this rank, without parameter gradients."""
     rank = 0 if group is None else dist.get_rank(group)
     data = case.data(rank)
     inputs = [data.x_TD.requires_grad_(), data.scores_TK.requires_grad_(), data.ids_TK]
     inputs += local_weights(case, rank)
-    if group is not None:
+    if group is not None and fake is None:
         relay_moe(*inputs, group, options)  # makes the ring
         dist.barrier(group)
     with LiveBytes(keep_events=True) as tracker:
@@ -51,7 +52,7 @@ def expected(case, options):
     )
     forward = forward_memory(shape, options, CPU).total_bytes
     backward = backward_memory(shape, options, CPU).total_bytes
-    return max(forward, routing_peak_bytes(shape)), backward
+    return max(forward, routing_peak_bytes(case.num_tokens * case.top_k)), backward
 
 
 def check(case, group, options):
@@ -89,3 +90,20 @@ def _check_formula(circulate):
 @pytest.mark.parametrize("circulate", ["experts", "tokens"])
 def test_live_bytes_follow_the_formula_whatever_the_routing(circulate):
     run_ranks(_check_formula, 4, circulate)
+
+
+def _check_fake_tensors():
+    group = subgroup([0, 1])
+    for circulate in ("experts", "tokens"):
+        base = MoeCase(2, num_tokens=512, dim=64, expert_dim=48, num_experts=12, top_k=4)
+        for case in (base, replace(base, dtype=torch.bfloat16)):
+            options = RelayOptions(circulate, num_slices=2)
+            real = measure(case, group, options)
+            with FakeTensorMode() as fake:
+                shadow = measure(case, group, options, fake=fake)
+            for measured, counted in zip(shadow, real, strict=True):
+                assert abs(measured / counted - 1) < TOLERANCE, (case, options, shadow, real)
+
+
+def test_fake_tensors_show_the_memory_of_the_real_call():
+    run_ranks(_check_fake_tensors, 2)

@@ -128,9 +128,9 @@ def backward_memory(
     )
 
 
-def routing_peak_bytes(shape: LayerShape) -> int:
-    """The sort of a layer's int64 ids, before the forward allocates anything else."""
-    return _SORTING_BYTES_PER_ROW * shape.num_tokens * shape.top_k
+def routing_peak_bytes(num_rows: int) -> int:
+    """The sort of ``T K`` int64 ids, before the forward allocates anything else."""
+    return _SORTING_BYTES_PER_ROW * num_rows
 
 
 def _step_shape(

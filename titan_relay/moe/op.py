@@ -19,7 +19,8 @@ from titan_relay.moe.call import RelayCall, Wants, find_ring, layer_shape
 from titan_relay.moe.checkpointing import value_is_needed
 from titan_relay.moe.layer import layer_backward, layer_forward
 from titan_relay.moe.options import options_from_spec
-from titan_relay.moe.routing import NUM_FAULT_FIELDS, TokenSlices, sort_rows
+from titan_relay.moe.routing import TokenSlices, sort_rows
+from titan_relay.moe.shadow import shadow_backward, shadow_forward, shadow_route
 
 NUM_GRADIENTS = 8  # x, scores, w1, w2, w3, b1, b2, b3
 _SECOND_ORDER = (
@@ -36,14 +37,7 @@ def route(
     return sort_rows(expert_ids_TK, num_experts, TokenSlices(num_slices, slice_length))
 
 
-@route.register_fake
-def _(
-    expert_ids_TK: torch.Tensor, num_experts: int, num_slices: int, slice_length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows_N = expert_ids_TK.new_empty(expert_ids_TK.numel(), dtype=torch.int32)
-    num_counts = num_slices * num_experts + NUM_FAULT_FIELDS
-    counts = torch.empty(num_counts, dtype=torch.int64, device="cpu")
-    return rows_N, counts
+route.register_fake(shadow_route)
 
 
 @torch.library.custom_op("titan_relay::moe", mutates_args=())
@@ -71,8 +65,9 @@ def moe(
 
 
 @moe.register_fake
-def _(x_TD: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+def _(x_TD: torch.Tensor, scores_TK: torch.Tensor, *rest: Any) -> torch.Tensor:
+    _, _, *tensors, group_name, options, _ = rest
+    return shadow_forward(x_TD, scores_TK, tensors, group_name, options)
 
 
 @torch.library.custom_op("titan_relay::moe_backward", mutates_args=())
@@ -108,22 +103,11 @@ def moe_backward(
 
 @moe_backward.register_fake
 def _(
-    dout_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    rows_N: torch.Tensor,
-    counts: torch.Tensor,
-    *rest: Any,
+    dout_TD: torch.Tensor, x_TD: torch.Tensor, scores_TK: torch.Tensor, *rest: Any
 ) -> list[torch.Tensor]:
-    weights, (wants_x, wants_scores, wants_weights) = rest[:6], rest[-3:]
-    wanted = [(x_TD, wants_x), (scores_TK, wants_scores)]
-    wanted += [(tensor, wants_weights) for tensor in weights]
-    return [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        if wants and tensor is not None
-        else x_TD.new_empty(0)
-        for tensor, wants in wanted
-    ]
+    _, _, *tensors, group_name, options, _, wants_x, wants_scores, wants_weights = rest
+    wants = (wants_x, wants_scores, wants_weights)
+    return shadow_backward(x_TD, scores_TK, tensors, group_name, options, wants)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -1,0 +1,99 @@
+"""The ops on fake tensors: shapes of the results, and for a moment the memory of the real call.
+
+A dry run on fake tensors measures a layer's peak by the tensors that come into being. The real call
+works with buffers of its own, so its shadow allocates as many bytes, as one tensor, and drops it.
+
+Shape legend: T tokens, K top-k, D model dimension, e experts of this rank, E experts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from relay_kernels import ExpertWeights
+from titan_relay.moe.call import layer_shape
+from titan_relay.moe.memory import backward_memory, forward_memory, routing_peak_bytes
+from titan_relay.moe.options import options_from_spec
+from titan_relay.moe.routing import NUM_FAULT_FIELDS
+from titan_relay.moe.shapes import LayerShape
+
+_ROW_BYTES = 4
+
+
+def shadow_route(
+    expert_ids_TK: torch.Tensor, num_experts: int, num_slices: int, slice_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rows_N`` and counts."""
+    num_rows = expert_ids_TK.numel()
+    rows_N = expert_ids_TK.new_empty(num_rows, dtype=torch.int32)
+    if isinstance(num_rows, int):
+        _touch(rows_N, routing_peak_bytes(num_rows) - _ROW_BYTES * num_rows)
+    num_counts = num_slices * num_experts + NUM_FAULT_FIELDS
+    return rows_N, torch.empty(num_counts, dtype=torch.int64, device="cpu")
+
+
+def shadow_forward(
+    x_TD: torch.Tensor, scores_TK: torch.Tensor, tensors: Sequence[Any], group: str, spec: str
+) -> torch.Tensor:
+    """``out_TD``; ``tensors`` are the weights and biases."""
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    shape = _static_shape(x_TD, scores_TK, tensors, group, spec)
+    if shape is not None:
+        memory = forward_memory(shape, options_from_spec(spec), x_TD.device)
+        _touch(x_TD, memory.total_bytes - memory.result_bytes - _rows_bytes(shape))
+    return out_TD
+
+
+def shadow_backward(
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    tensors: Sequence[Any],
+    group: str,
+    spec: str,
+    wants: Sequence[bool],
+) -> list[torch.Tensor]:
+    """The gradients wanted, and empty tensors; ``wants`` is of x, scores and the weights."""
+    wants_x, wants_scores, wants_weights = wants
+    wanted = [(x_TD, wants_x), (scores_TK, wants_scores)]
+    wanted += [(tensor, wants_weights) for tensor in tensors]
+    results = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if wants and tensor is not None
+        else x_TD.new_empty(0)
+        for tensor, wants in wanted
+    ]
+    shape = _static_shape(x_TD, scores_TK, tensors, group, spec)
+    if shape is not None:
+        memory = backward_memory(
+            shape,
+            options_from_spec(spec),
+            x_TD.device,
+            weights_want_gradients=wants_weights,
+        )
+        _touch(x_TD, memory.total_bytes - memory.result_bytes - _rows_bytes(shape))
+    return results
+
+
+def _static_shape(
+    x_TD: torch.Tensor, scores_TK: torch.Tensor, tensors: Sequence[Any], group: str, spec: str
+) -> LayerShape | None:
+    """The call's shape; None where a compiler traces with symbolic sizes."""
+    sizes = (*x_TD.shape, *scores_TK.shape, *tensors[0].shape)
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    num_ranks = 1
+    if group:
+        num_ranks = dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
+    weights = ExpertWeights(*tensors)
+    return layer_shape(x_TD, scores_TK, weights, num_ranks, options_from_spec(spec))
+
+
+def _rows_bytes(shape: LayerShape) -> int:
+    """The rows that ``shadow_route`` has made already."""
+    return _ROW_BYTES * shape.num_tokens * shape.top_k
+
+
+def _touch(like: torch.Tensor, num_bytes: int) -> None:
+    like.new_empty(max(0, num_bytes), dtype=torch.uint8)
