@@ -12,6 +12,7 @@ read nothing about GPUs from it. ``megatron-grouped`` has grouped experts instea
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -141,8 +142,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         figure = {name: _largest(value) for name, value in figure.items()}
         every_ms = [_largest(value) for value in times[layer.name]]
         median_ms = statistics.median(every_ms) if every_ms else float("nan")
-        results.append({"impl": layer.name, **figure, "median_ms": median_ms, "all_ms": every_ms})
+        measured = {**figure, "median_ms": median_ms, "all_ms": every_ms}
+        results.append({"impl": layer.name, **measured, **described(setting)})
     return results
+
+
+def described(setting: Setting) -> dict[str, Any]:
+    """The setting, as it goes into each result."""
+    values = {**dataclasses.asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
+    return {**values, "unit_bytes": setting.unit_bytes}
 
 
 def _largest(value: float) -> float:
