@@ -9,20 +9,8 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_layer.py"
 SIZES = [
-    "--tokens",
-    "64",
-    "--dim",
-    "32",
-    "--expert-dim",
-    "16",
-    "--experts",
-    "8",
-    "--top-k",
-    "2",
-    "--iters",
-    "1",
-    "--device",
-    "cpu",
+    *("--tokens", "64", "--dim", "32", "--expert-dim", "16", "--experts", "8", "--top-k", "2"),
+    *("--iters", "1", "--device", "cpu"),
 ]
 FIGURES = ("saved_bytes", "peak_bytes", "median_ms", "max_rel_err", "sent_bytes", "wait_ms")
 

@@ -25,3 +25,10 @@ class ProcessGroupControl:
         every = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(every, mine, group=self._group)
         return [row.tolist() for row in every]
+
+
+class NoControl:
+    """Of a group with the fake backend, whose other ranks do not exist."""
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        raise RuntimeError("the group has the fake backend; run the layer on fake tensors")

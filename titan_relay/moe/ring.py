@@ -12,8 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from titan_relay.moe.control import Control, ProcessGroupControl
-from titan_relay.moe.errors import RelayUsageError
+from titan_relay.moe.control import Control, NoControl, ProcessGroupControl
 from titan_relay.moe.sibling_group import sibling_group
 from titan_relay.moe.telemetry import RingTelemetry
 from titan_relay.moe.transport import Link, ProcessGroupLink
@@ -55,10 +54,8 @@ def relay_ring(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Ri
 
 def _make_ring(group: dist.ProcessGroup, timeout: timedelta) -> Ring:
     if dist.get_backend(group) == "fake":
-        raise RelayUsageError(
-            "relay_ring: the expert-parallel group has the fake backend, whose ranks have no "
-            "neighbours; run the layer on fake tensors instead"
-        )
+        # A dry run: on fake tensors the layer sends nothing, on real ones the control refuses.
+        return Ring(ProcessGroupLink(group, timeout), NoControl())
     messages = sibling_group(group, "relay_ring", dist.get_backend_config(group), timeout)
     control = sibling_group(group, "relay_control", "gloo", timeout)
     return Ring(ProcessGroupLink(messages, timeout), ProcessGroupControl(control))
@@ -66,4 +63,5 @@ def _make_ring(group: dist.ProcessGroup, timeout: timedelta) -> Ring:
 
 def _group_timeout(group: dist.ProcessGroup) -> timedelta:
     backend = group._get_backend(group._device_types[0])
-    return backend.options._timeout
+    options = getattr(backend, "options", None)
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
