@@ -15,7 +15,7 @@ import torch
 from relay_kernels import BackwardWorkspace, ExpertWeights, Gradients, backward_experts_
 from titan_relay.moe.call import RelayCall, Wants
 from titan_relay.moe.experts_ring import post_weights, weight_buffers
-from titan_relay.moe.homeward_chain import HomewardChain
+from titan_relay.moe.homeward_chain import HomewardChain, Tensors
 from titan_relay.moe.routing import RoutingPlan, segments
 from titan_relay.moe.shapes import expert_slices
 
@@ -34,18 +34,15 @@ def experts_backward(
     Without weight gradients (frozen experts) there is no work for them and no chain.
     """
     gradients = Gradients(
-        torch.zeros_like(x_TD, memory_format=torch.contiguous_format) if wants.x else None,
-        torch.zeros_like(scores_TK, memory_format=torch.contiguous_format)
-        if wants.scores
-        else None,
+        _zeros_like(x_TD) if wants.x else None,
+        _zeros_like(scores_TK) if wants.scores else None,
         weights.empty_like(weights.num_experts) if wants.weights else None,
     )
     slices = expert_slices(call.shape, call.options)
     longest = slices[0][1]
-    sum_dtype, chain = None, None
-    if gradients.weights is not None:
-        sum_dtype = call.options.sum_dtype(call.shape.dtype)
-        chain = HomewardChain(call.num_ranks, gradients.weights.tensors(), longest, sum_dtype)
+    sum_dtype = call.options.sum_dtype(call.shape.dtype) if wants.weights else None
+    result = [] if gradients.weights is None else gradients.weights.tensors()
+    chain = HomewardChain(call.num_ranks, result, longest, sum_dtype)
     workspace = BackwardWorkspace(call.step_shape(call.shape.num_tokens, x_TD.device), sum_dtype)
     exchange, bounds = call.exchange(), plan.bounds()
     buffers = weight_buffers(call, weights, longest)
@@ -53,14 +50,12 @@ def experts_backward(
         held = weights.experts(first, last)
         for hop in range(call.num_ranks):
             arriving = post_weights(exchange, held, buffers, hop)
-            share = None
-            if chain is not None:
-                chain.post(exchange, hop, last - first)
-                share = ExpertWeights(*chain.share(hop, first, last))
+            chain.post(exchange, hop, last - first)
+            share = chain.share(hop, first, last)
             call.commit(exchange, index, hop)
             base = call.owner(hop) * call.shape.num_local_experts
             backward_experts_(
-                Gradients(gradients.dx_TD, gradients.dscores_TK, share),
+                Gradients(gradients.dx_TD, gradients.dscores_TK, _weights(share)),
                 dout_TD,
                 x_TD,
                 scores_TK,
@@ -71,13 +66,16 @@ def experts_backward(
                 workspace,
             )
             call.wait(exchange)
-            if chain is not None:
-                chain.settle(hop)
+            chain.settle(hop)
             held = arriving or held
-    if chain is not None:
-        chain.post(exchange, 0, longest)
-        call.commit(exchange, len(slices) - 1, call.num_ranks)
-        call.wait(exchange)
-        chain.finish()
+    chain.bring_home(call, exchange, len(slices) - 1)
     call.finish(exchange)
     return gradients
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _weights(share: Tensors) -> ExpertWeights | None:
+    return ExpertWeights(*share) if share else None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from titan_relay.moe.call import RelayCall
 from titan_relay.moe.transport import RingExchange
 
 Tensors = list[torch.Tensor]
@@ -55,9 +56,9 @@ class _Home:
 
 
 class HomewardChain:
-    """One call's sums over every slice. Per hop: ``post``, ``share``, ``settle``; then ``finish``.
+    """One call's sums over every slice. Per hop: ``post``, ``share``, ``settle``.
 
-    ``finish`` belongs after the last slice; the caller commits and waits between ``post`` and it.
+    The caller commits and waits around each hop's compute; ``bring_home`` ends the last slice.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class HomewardChain:
     def post(self, exchange: RingExchange | None, hop: int, num_items: int) -> None:
         """Queue the last hop's sum for the successor, and a buffer for the predecessor's.
 
-        ``num_items`` is the length of what this hop computes, to which the arrival will be added.
+        ``num_items`` is the length of what this hop computes. To that the arrival will be added,
+        and at hop 0 to the slice before.
         """
         if exchange is None or self._outgoing is None:
             return
@@ -134,8 +136,11 @@ class HomewardChain:
                 self._waiting.close()
             self._waiting, self._current = self._current, None
 
-    def finish(self) -> None:
-        """Close the last slice, whose sum is home now."""
+    def bring_home(self, call: RelayCall, exchange: RingExchange | None, slice_index: int) -> None:
+        """After the last slice: the one message that has no compute to hide behind."""
+        self.post(exchange, 0, 0)
+        call.commit(exchange, slice_index, call.num_ranks)
+        call.wait(exchange)
         if self._outgoing is not None:
             self.settle(0)
         elif self._waiting is not None:

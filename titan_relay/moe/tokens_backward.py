@@ -77,10 +77,7 @@ def tokens_backward(
             call.wait(exchange)
             chain.settle(hop)
             held = arriving or held
-    chain.post(exchange, 0, slices.length)
-    call.commit(exchange, slices.num - 1, call.num_ranks)
-    call.wait(exchange)
-    chain.finish()
+    chain.bring_home(call, exchange, slices.num - 1)
     call.finish(exchange)
     if dweights is not None:
         dweights = dweights.map(lambda tensor: tensor.to(call.shape.dtype))

@@ -65,9 +65,6 @@ def tokens_forward(
             call.wait(exchange)
             chain.settle(hop)
             held = arriving or held
-    chain.post(exchange, 0, slices.length)
-    call.commit(exchange, slices.num - 1, call.num_ranks)
-    call.wait(exchange)
-    chain.finish()
+    chain.bring_home(call, exchange, slices.num - 1)
     call.finish(exchange)
     return out_TD
