@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +35,19 @@ def main() -> int:
             print(f"{title} (there already: {output.relative_to(ROOT)})", flush=True)
             continue
         print(title, flush=True)
-        exit_code = subprocess.run(command, cwd=ROOT).returncode
+        exit_code = subprocess.run(command, cwd=ROOT, env=_environment()).returncode
         if exit_code:
             return exit_code
     _report(steps)
     return 0
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without GPUs where there are too few for all ranks."""
+    import torch
+
+    too_few = 0 < torch.cuda.device_count() < NUM_RANKS
+    return os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if too_few else {})
 
 
 def _corpus_command() -> list[str]:

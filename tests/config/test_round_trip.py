@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_relay.config import RunConfig, load_config, to_toml
-from titan_relay.config.keys import Key, choices_of, fields_of, item_of, keys, optional_of
+from titan_relay.config.keys import Key, choices_of, fields_of, item_of, keys, or_word_of
 from titan_relay.config.option import Rule
 from titan_relay.config.settings import Setting, build
 from titan_relay.config.toml_text import toml_value
@@ -38,9 +38,9 @@ def _number(kind: type, rule: Rule) -> st.SearchStrategy[Any]:
 
 
 def _values(annotation: Any, rule: Rule) -> st.SearchStrategy[Any]:
-    inner = optional_of(annotation)
-    if inner is not None:
-        return st.none() | _values(inner, rule)
+    words = or_word_of(annotation)
+    if words is not None:
+        return st.just(words.value) | _values(words.inner, rule)
     if choices_of(annotation):
         return st.sampled_from(choices_of(annotation))
     if item_of(annotation) is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place, shown
 from titan_relay.config.expectation import expectation
-from titan_relay.config.keys import Key, choices_of, item_of, keys, optional_of, sections
+from titan_relay.config.keys import Key, choices_of, item_of, keys, or_word_of, sections
 from titan_relay.config.settings import Setting
 from titan_relay.config.suggest import where_key_belongs
 from titan_relay.config.values import parse_toml_value, read_value
@@ -105,9 +105,9 @@ def _wanted(key: Key) -> str:
 
 def _raw(annotation: Any, text: str) -> Any:
     """What TOML would give for `text`; the text itself where it has not the type's form."""
-    inner = optional_of(annotation)
-    if inner is not None:
-        return text if text == "none" else _raw(inner, text)
+    either = or_word_of(annotation)
+    if either is not None:
+        return text if text == either.word else _raw(either.inner, text)
     if annotation is str or choices_of(annotation):
         return text
     if item_of(annotation) is not None:

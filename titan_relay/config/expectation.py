@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from titan_relay.config.keys import REQUIRED, Key, choices_of, item_of, optional_of
+from titan_relay.config.keys import REQUIRED, Key, choices_of, item_of, or_word_of
 from titan_relay.config.option import Rule
 from titan_relay.config.toml_text import toml_value
 
@@ -13,9 +13,9 @@ _PLURALS = {int: "integers", float: "numbers", str: "strings"}
 
 def expectation(annotation: Any, rule: Rule) -> str:
     """What a value must be, to follow "must be": "an integer of at least 1 (or -1)"."""
-    inner = optional_of(annotation)
-    if inner is not None:
-        return f'{expectation(inner, rule)}, or "none"'
+    words = or_word_of(annotation)
+    if words is not None:
+        return f'{expectation(words.inner, rule)}, or "{words.word}"'
     if choices_of(annotation):
         return either([f'"{choice}"' for choice in choices_of(annotation)])
     if item_of(annotation) is not None:
@@ -44,9 +44,9 @@ def limits(rule: Rule) -> str:
 
 def short_type(annotation: Any, rule: Rule) -> str:
     """Type and limits as ``int of at least 1 or none``, ``a | b``, ``list of str``."""
-    inner = optional_of(annotation)
-    if inner is not None:
-        return f"{short_type(inner, rule)}, or none"
+    words = or_word_of(annotation)
+    if words is not None:
+        return f"{short_type(words.inner, rule)}, or {words.word}"
     if choices_of(annotation):
         return " | ".join(choices_of(annotation))
     if item_of(annotation) is not None:

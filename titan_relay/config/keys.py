@@ -77,13 +77,26 @@ def fields_of(cls: type, prefix: str, defaults: Any = REQUIRED) -> list[Key]:
     ]
 
 
-def optional_of(annotation: Any) -> Any:
-    """``T`` for ``T | None``, else None."""
+class OrWord(typing.NamedTuple):
+    """A type with one word beside it: ``T | None`` (written "none") or ``T | Literal["auto"]``."""
+
+    inner: Any
+    word: str
+    value: Any
+
+
+def or_word_of(annotation: Any) -> OrWord | None:
+    """The parts of ``T | None`` or ``T | Literal["word"]``; None for any other type."""
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
         return None
-    inner = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
-    assert len(inner) == 1, annotation
-    return inner[0]
+    parts = typing.get_args(annotation)
+    words = [part for part in parts if part is type(None) or choices_of(part)]
+    (inner,) = [part for part in parts if part not in words]
+    (word,) = words
+    if word is type(None):
+        return OrWord(inner, "none", None)
+    (choice,) = choices_of(word)
+    return OrWord(inner, choice, choice)
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:

@@ -120,6 +120,17 @@ class RelayConfig:
     """relay: experts (or tokens) travel round a ring of the EP ranks. alltoall: every routed copy
     of a token is sent to its expert's rank. Checkpoints fit both."""
 
+    circulate: Literal["auto", "experts", "tokens"] = option("auto", titan="")
+    """What moves from rank to rank: experts' weights, or blocks of tokens. auto: what sends fewer
+    bytes, for forward and backward separately."""
+
+    num_slices: int | Literal["auto"] = option("auto", at_least=1, titan="")
+    """The ring runs once per slice of a rank's experts (or tokens), so that its buffers hold
+    slices. auto: as many as keep the buffers near two copies of the tokens."""
+
+    max_rows_per_step: int | Literal["auto"] = option("auto", at_least=1, titan="")
+    """Routed rows computed at a time; scratch memory is proportional. auto: suits the device."""
+
     grad_dtype: Literal["float32", "bfloat16"] = option("float32", titan="")
     """Type in which expert weight gradients are summed on their way round the ring."""
 

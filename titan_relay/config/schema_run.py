@@ -164,6 +164,10 @@ class DebugConfig:
     moe_force_load_balance: bool = option(False)
     """Send every expert the same number of tokens, whatever the router says. For measuring."""
 
+    check_finite: bool = option(False, titan="")
+    """Look for NaN and infinity in the input of every layer's experts, and stop all ranks naming
+    layer and token. Costs a pass over the tokens of every layer."""
+
     detect_anomaly: bool = option(False)
     """Say which forward operator led to a NaN in backward. Slow."""
 

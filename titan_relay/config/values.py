@@ -17,7 +17,7 @@ from titan_relay.config.keys import (
     choices_of,
     fields_of,
     item_of,
-    optional_of,
+    or_word_of,
 )
 from titan_relay.config.option import Rule
 from titan_relay.config.suggest import nearest
@@ -32,9 +32,13 @@ def read_value(key: Key, raw: Any, place: Place) -> Any:
 
 
 def _read(annotation: Any, rule: Rule, raw: Any, place: Place) -> Any:
-    inner = optional_of(annotation)
-    if inner is not None:
-        return None if raw == "none" else _read(inner, rule, raw, place)
+    either = or_word_of(annotation)
+    if either is not None:
+        if raw == either.word:
+            return either.value
+        if isinstance(raw, str) and either.inner in (int, float, bool):
+            raise _wrong(annotation, rule, raw, place)
+        return _read(either.inner, rule, raw, place)
     if choices_of(annotation):
         return _read_choice(annotation, rule, raw, place)
     if item_of(annotation) is not None:

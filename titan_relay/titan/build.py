@@ -34,6 +34,8 @@ from titan_relay.titan.tokenizer import RelayTokenizer
 from titan_relay.titan.trainer import RelayTrainer
 from titan_relay.titan.validate import RelayValidator
 
+_OURS = ("print_config", "check_finite")  # keys of [debug] that torchtitan does not act on
+
 
 def global_batch_size(run: RunConfig, world_size: int) -> int:
     """Sequences per optimizer step over all ranks."""
@@ -64,7 +66,7 @@ def build_trainer_config(run: RunConfig, world_size: int) -> RelayTrainer.Config
         comm=titan.CommConfig(**_fields(run.comm)),
         profiler=Profiler.Config(**_fields(run.profiler)),
         debug=titan.DebugConfig(
-            **{k: v for k, v in _fields(run.debug).items() if k != "print_config"},
+            **{k: v for k, v in _fields(run.debug).items() if k not in _OURS},
             enable_structured_logging=False,
         ),
         metrics=_metrics(run),
@@ -183,5 +185,11 @@ def _validator(run: RunConfig, rows: int, world_size: int) -> RelayValidator.Con
 def _overrides(run: RunConfig) -> list[Any]:
     if run.relay.dispatcher == "alltoall":
         return ["titan_relay.titan.experts.native_dtype_experts"]
-    options = RelayOptions(grad_dtype=run.relay.grad_dtype)
+    options = RelayOptions(
+        circulate=run.relay.circulate,
+        num_slices=run.relay.num_slices,
+        max_rows_per_step=run.relay.max_rows_per_step,
+        grad_dtype=run.relay.grad_dtype,
+        check_finite=run.debug.check_finite,
+    )
     return [("titan_relay.titan.experts.relay_routed_experts", {"options": options})]

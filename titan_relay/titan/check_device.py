@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from titan_relay.config import RunConfig, Sources
+import torch
+
+from titan_relay.config import ConfigError, RunConfig, Sources
 from titan_relay.titan import cpu
 
 _FLEX_BLOCK = 128  # FlexAttention's block; context parallelism cuts rows into whole blocks
@@ -20,6 +23,12 @@ def check_device(run: RunConfig, sources: Sources) -> None:
         for key, value, fix in _cpu_faults(run):
             raise sources.error(key, value, fix)
         return
+    num_ranks, num_devices = _local_ranks(), torch.accelerator.device_count()
+    if num_ranks > num_devices:
+        raise ConfigError(
+            f"{num_ranks} ranks were started on this machine, which has {num_devices} GPUs: "
+            f'start {num_devices}, or train on CPU with CUDA_VISIBLE_DEVICES=""'
+        )
     cp, seq_len = run.parallelism.context_parallel_degree, run.training.seq_len
     if cp > 1 and seq_len % (cp * _FLEX_BLOCK):
         nearest = max(1, round(seq_len / (cp * _FLEX_BLOCK))) * cp * _FLEX_BLOCK
@@ -29,6 +38,10 @@ def check_device(run: RunConfig, sources: Sources) -> None:
             f"FlexAttention under context_parallel_degree = {cp} needs a multiple of "
             f"{cp} * {_FLEX_BLOCK}, such as {nearest}",
         )
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _cpu_faults(run: RunConfig) -> list[tuple[str, Any, str]]:

@@ -6,22 +6,29 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
 from titan_relay.titan import cpu
 from titan_relay.titan.balance import StepContext
 from titan_relay.titan.balance_hook import moe_layers
+from titan_relay.titan.compile import compile_blocks
 from titan_relay.titan.experts import RelayRoutedExperts
 
 
-def parallelize(model: Any, *, parallel_dims: ParallelDims, **kwargs: Any) -> nn.Module:
+def parallelize(
+    model: Any, *, parallel_dims: ParallelDims, compile_config: CompileConfig, **kwargs: Any
+) -> nn.Module:
     """torchtitan's `parallelize_fn` for every family of this project.
 
     torchtitan's function for Qwen3 only relies on what all its decoders share (blocks with
     `attention.inner_attention`, `moe_enabled`), so it serves other families too.
     """
-    parallel: nn.Module = parallelize_qwen3(model, parallel_dims=parallel_dims, **kwargs)
+    rest = compile_blocks(model, compile_config)
+    parallel: nn.Module = parallelize_qwen3(
+        model, parallel_dims=parallel_dims, compile_config=rest, **kwargs
+    )
     cpu.sum_gradients_without_premul(parallel)
     context = _step_context(parallel_dims)
     for layer, moe in moe_layers([parallel]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,10 @@ from titan_relay.config import RunConfig, Sources
 from titan_relay.data import DataError
 from titan_relay.moe import RingError
 from titan_relay.titan.balance_hook import NonFiniteRouterError
-from titan_relay.titan.build import build_trainer_config
+from titan_relay.titan.build import build_trainer_config, global_batch_size
 from titan_relay.titan.check_device import check_device
 from titan_relay.titan.metrics_folder import FolderError
+from titan_relay.titan.resume import check_checkpoint, find_checkpoint
 from titan_relay.titan.summary import log_summary
 from titan_relay.titan.trainer import RelayTrainer
 
@@ -35,14 +36,16 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
     # here the rank that has the loss always speaks.
     os.environ.setdefault("LOG_RANK", ",".join(str(each) for each in range(world_size)))
     check_device(config, sources)
-    trainer_config = build_trainer_config(config, world_size)
-    done = finished_step(config)
-    if done is not None:
+    found = find_checkpoint(config)
+    if found is not None and found.step >= config.training.steps:
         logger.info(
-            f"Nothing to train: {config.dump_folder} holds the checkpoint of step {done}, and "
-            f"training.steps is {config.training.steps}. Raise training.steps to go on."
+            f"Nothing to train: {found.path} is of step {found.step}, and training.steps is "
+            f"{config.training.steps}. Raise training.steps to go on."
         )
         return 0
+    if found is not None:
+        check_checkpoint(config, sources, found, global_batch_size(config, world_size))
+    trainer_config = build_trainer_config(config, world_size)
     log_summary(config, world_size)
     return _train(trainer_config, rank)
 
@@ -69,24 +72,38 @@ def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
             dist.destroy_process_group()
 
 
-def finished_step(config: RunConfig) -> int | None:
-    """The step of the last complete checkpoint if it is the run's last step or later."""
-    if not config.checkpoint.enable or config.checkpoint.load_step != -1:
-        return None
-    folder = Path(config.dump_folder) / config.checkpoint.folder
-    steps = [
-        int(path.parent.name.removeprefix("step-")) for path in folder.glob("step-*/.metadata")
-    ]
-    newest = max(steps, default=0)
-    return newest if newest >= config.training.steps else None
-
-
 def _init_logging(rank: int) -> None:
     """Let rank 0 tell the story; the others speak of errors and of their own data only."""
     init_logger()
     if rank != 0:
         logger.setLevel(logging.ERROR)
         logging.getLogger("titan_relay").setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_news)
+    for message in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+# What torchtitan and torch say at every start and that no user can or need act on.
+_NOISE = (
+    "Peak FLOPS used for computing MFU: nan",
+    "CPU memory usage for model",
+    "[Override]",
+    "Sleeping 2 seconds",
+    "Destroying the purge thread",
+    "[GC]",
+)
+_KNOWN_WARNINGS = (
+    "DTensor manual_seed",  # weights come from titan_relay.titan.init
+    ".*is not supported on .* device mesh",
+    "Detected call of `lr_scheduler.step",  # torchtitan restores schedulers this way
+    ".*all_gather_into_tensor.* is deprecated",
+    ".*reduce_scatter_tensor.* is deprecated",
+)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_NOISE)
 
 
 def _set_threads(config: RunConfig) -> None:

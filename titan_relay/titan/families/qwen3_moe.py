@@ -48,8 +48,17 @@ class Qwen3MoEBlock(Qwen3TransformerBlock):
         if positions is not None:
             valid_BL = positions >= 0
             positions = positions.clamp(min=0)
-        x = x + self.attention(self.attention_norm(x), attention_masks, positions)
+        x = self.attend(x, attention_masks, positions)
         return x + self.moe(self.ffn_norm(x), valid_BL)
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        attention_masks: AttentionMasksType | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The block's attention half, residual included; what `compile` compiles."""
+        return x + self.attention(self.attention_norm(x), attention_masks, positions)
 
 
 class Qwen3MoEModel(Qwen3Model):
