@@ -10,6 +10,7 @@ REFERENCE = "one rank"
 ONE_RANK = [
     a_run(REFERENCE, **layout()),
     a_run("gradient accumulation", **layout() | {"training__local_batch_size": 2}),
+    a_run("compiled", **layout(), compile__enable=True, activation_checkpoint__mode="full"),
     a_run("all-to-all on one rank", **layout(), relay__dispatcher="alltoall"),
 ]
 FOUR_RANKS = [

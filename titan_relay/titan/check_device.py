@@ -60,6 +60,8 @@ def _cpu_faults(run: RunConfig) -> list[tuple[str, Any, str]]:
     if run.profiler.enable_memory_snapshot:
         fix = "records an accelerator's allocator; use false on CPU"
         faults.append(("profiler.enable_memory_snapshot", True, fix))
+    if run.training.gc_debug:
+        faults.append(("training.gc_debug", True, "records CUDA tensors only; use false on CPU"))
     if run.training.dtype != "float32":
         fix = 'this machine trains on CPU, which computes in float32; use "float32"'
         faults.append(("training.dtype", run.training.dtype, fix))

@@ -237,6 +237,8 @@ class RelayMetricsProcessor(MetricsProcessor):
         try:
             if self.config.enable_tensorboard:
                 loggers.add_logger(CurveLogger(folder, lambda: self._first_step))
+            if self.config.enable_wandb:
+                loggers.add_logger(_wandb_logger(folder, config_dict))
         except FolderError as error:
             message = str(error)
         try:
@@ -244,8 +246,6 @@ class RelayMetricsProcessor(MetricsProcessor):
         except FolderError:
             loggers.close()
             raise
-        if self.config.enable_wandb:
-            loggers.add_logger(WandBLogger(str(folder), config_dict=config_dict))
         return loggers
 
     def _live_measurement(self, step: int) -> Any:
@@ -308,6 +308,13 @@ class RelayMetricsProcessor(MetricsProcessor):
             values = source()
             curves.update(values if over == "same" else over_ranks(values, over))
         return curves
+
+
+def _wandb_logger(folder: Path, config_dict: dict[str, Any] | None) -> WandBLogger:
+    try:
+        return WandBLogger(str(folder), config_dict=config_dict)
+    except Exception as error:  # whatever Weights & Biases raises: not installed, not logged in
+        raise FolderError(f"metrics.enable_wandb = true: it did not start: {error}") from error
 
 
 def _raise_together(message: str | None) -> None:

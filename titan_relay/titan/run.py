@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
-from titan_relay.config import RunConfig, Sources
+from titan_relay.config import RunConfig, Sources, to_toml
 from titan_relay.data import DataError
 from titan_relay.moe import RingError
 from titan_relay.titan.balance_hook import NonFiniteRouterError
@@ -46,6 +46,8 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
     if found is not None:
         check_checkpoint(config, sources, found, global_batch_size(config, world_size))
     trainer_config = build_trainer_config(config, world_size)
+    if config.debug.print_config:
+        logger.info(f"Configuration:\n{to_toml(config)}")
     log_summary(config, world_size)
     return _train(trainer_config, rank)
 
