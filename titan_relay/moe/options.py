@@ -32,7 +32,8 @@ class RelayOptions:
             which takes the one that sends fewer bytes, for forward and backward separately.
         num_slices: the ring runs once per slice (of a rank's experts, or of its tokens), so that
             ring buffers hold slices rather than whole shares. More slices than experts are as
-            many as experts. "auto" keeps ring buffers near two copies of the tokens.
+            many as experts. "auto" keeps a ring of experts' buffers near two copies of the
+            tokens, and cuts the tokens in two, because every slice passes over all weights.
         max_rows_per_step: rows computed at a time; the step's scratch memory is proportional.
             "auto" suits the device.
         max_tokens_per_rank: the most tokens that any rank has. Given, ranks may have different
