@@ -85,8 +85,7 @@ def scenario(folder: str) -> dict[str, Any]:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("resume")
     write_data(folder)
-    config = config_file(folder)
-    config.write_text(config.read_text() + f'[validator.data]\nfiles = ["{folder}/corpus.jsonl"]\n')
+    config_file(folder)
     return folder, run_ranks(scenario, 4, str(folder), timeout_s=500.0)[0]
 
 

@@ -27,7 +27,7 @@ class RelayDataLoader(BaseDataLoader):
     """Yields `({"input", "positions"}, labels)`, each `(local_batch_size, seq_len)` int64 on CPU.
 
     Padding has label -100 and position -1. When finite data runs out, iteration ends after the same
-    number of batches on every rank (one small all-reduce per batch sees to that).
+    number of batches on every rank (one small all-reduce per step sees to that).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class RelayDataLoader(BaseDataLoader):
         **unused: Any,
     ):
         lanes_per_rank = config.global_batch_size // dp_world_size
-        self._rows_per_batch = local_batch_size
+        self._rows_per_step, self._rows_per_batch = lanes_per_rank, local_batch_size
         self._infinite = config.data.infinite
         reader = LaneReader(
             config.data,
@@ -64,10 +64,14 @@ class RelayDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            batch = _to_batch(self._reader.next_rows(self._rows_per_batch))
-            if not self._infinite and not _any_rank_has_tokens(batch[1]):
+            # All lanes' rows of one step: lanes of finite data end at different rows, so only a
+            # step that is empty in every lane is the end.
+            batch, labels = _to_batch(self._reader.next_rows(self._rows_per_step))
+            if not self._infinite and not _any_rank_has_tokens(labels):
                 return
-            yield batch
+            for start in range(0, self._rows_per_step, self._rows_per_batch):
+                rows = slice(start, start + self._rows_per_batch)
+                yield {key: value[rows] for key, value in batch.items()}, labels[rows]
 
     def state_dict(self) -> dict[str, Any]:
         """The reader's position, one entry per lane of this rank."""
