@@ -8,6 +8,7 @@ import torch
 
 from tests.support.distributed import run_ranks
 from tests.titan.runs import SEQ_LEN, a_run, config_file, layout, trainer_of, write_data
+from titan_relay.titan.relay_plan import relay_plan
 
 EP4 = layout(dp=2, cp=2, ep=4)
 NAN_STEP, NAN_RANK, NAN_LAYER = 2, 1, 1
@@ -90,6 +91,30 @@ def outputs_of_two_documents(folder: Path, first_token: int) -> Any:
     return torch.cat([places.unsqueeze(-1).float(), logits], dim=-1)[0].numpy()
 
 
+def traffic(folder: Path, circulate: str) -> dict[str, float]:
+    """Bytes this rank sent in one step, and what the plan says."""
+    settings = layout(dp=4, ep=4) | {"relay__circulate": circulate, "training__steps": 1}
+    trainer = trainer_of(folder, a_run(f"ring of {circulate}", **settings))
+    sent: dict[str, float] = {}
+    read = trainer.curves.relay
+
+    def keep() -> dict[str, float]:
+        sent.update(read())
+        return sent
+
+    trainer.metrics_processor._sources = [(keep, "mean")]
+    trainer.train()
+    trainer.close()
+    plan = relay_plan(trainer.config.run, 4)
+    assert plan is not None
+    assert plan.forward.circulate == plan.backward.circulate == circulate
+    planned = sum(getattr(each, f"{circulate}_bytes") for each in (plan.forward, plan.backward))
+    return {
+        "sent": sent["relay/bytes_sent"],
+        "planned": planned * trainer.config.run.model.num_layers,
+    }
+
+
 def scenario(folder: str) -> dict[str, Any]:
     """All of this file inside one group of ranks."""
     torch.set_num_threads(1)
@@ -98,6 +123,7 @@ def scenario(folder: str) -> dict[str, Any]:
         "nan": nan_on_one_rank(path),
         "hot": all_tokens_to_two_experts(path),
         "finite": finite_data(path),
+        "traffic": {each: traffic(path, each) for each in ("experts", "tokens")},
         "documents": [outputs_of_two_documents(path, token) for token in (1, 2)],
     }
 
@@ -128,6 +154,14 @@ def test_ranks_without_tokens_take_part_with_zero_gradients(by_rank: list[dict[s
         for tokens in rank["hot"]["tokens"]:
             assert tokens[0] == tokens[1] == 8 * SEQ_LEN
             assert sum(tokens[2:]) == 0
+
+
+@pytest.mark.parametrize("circulate", ["experts", "tokens"])
+def test_the_ring_sends_the_bytes_that_were_planned(
+    circulate: str, by_rank: list[dict[str, Any]]
+) -> None:
+    for rank in by_rank:
+        assert rank["traffic"][circulate]["sent"] == rank["traffic"][circulate]["planned"] > 0
 
 
 def test_finite_data_ends_alike_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:

@@ -22,7 +22,6 @@ from torchtitan.tools.profiler import Profiler
 
 from titan_relay.config import degrees_of
 from titan_relay.config.schema import DataConfig, RunConfig
-from titan_relay.moe import RelayOptions
 from titan_relay.titan import cpu
 from titan_relay.titan.activation_checkpoint import build_activation_checkpoint
 from titan_relay.titan.dataloader import RelayDataLoader
@@ -30,6 +29,7 @@ from titan_relay.titan.families import FAMILIES, build_model_config
 from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.parallelize import parallelize
 from titan_relay.titan.pipeline import pipeline
+from titan_relay.titan.relay_plan import relay_options
 from titan_relay.titan.tokenizer import RelayTokenizer
 from titan_relay.titan.trainer import RelayTrainer
 from titan_relay.titan.validate import RelayValidator
@@ -177,6 +177,7 @@ def _validator(run: RunConfig, rows: int, world_size: int) -> RelayValidator.Con
     return RelayValidator.Config(
         enable=v.enable,
         freq=v.freq,
+        last_step=run.training.steps,
         steps=v.steps * batches_per_step if v.steps > 0 else -1,
         dataloader=_dataloader(v.data, run, rows),
     )
@@ -185,11 +186,5 @@ def _validator(run: RunConfig, rows: int, world_size: int) -> RelayValidator.Con
 def _overrides(run: RunConfig) -> list[Any]:
     if run.relay.dispatcher == "alltoall":
         return ["titan_relay.titan.experts.native_dtype_experts"]
-    options = RelayOptions(
-        circulate=run.relay.circulate,
-        num_slices=run.relay.num_slices,
-        max_rows_per_step=run.relay.max_rows_per_step,
-        grad_dtype=run.relay.grad_dtype,
-        check_finite=run.debug.check_finite,
-    )
+    options = relay_options(run)
     return [("titan_relay.titan.experts.relay_routed_experts", {"options": options})]

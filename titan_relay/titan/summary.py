@@ -6,6 +6,7 @@ from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.titan import cpu
+from titan_relay.titan.relay_plan import relay_plan
 
 
 def summary_lines(run: RunConfig, world_size: int) -> list[str]:
@@ -18,6 +19,7 @@ def summary_lines(run: RunConfig, world_size: int) -> list[str]:
         if run.relay.dispatcher == "relay"
         else "no ring"
     )
+    plan = relay_plan(run, world_size)
     return [
         f"Model: {run.model.family}, {run.model.num_layers} layers of {moe.num_experts} experts, "
         f"top-{moe.top_k}; sequences of {t.seq_len} tokens",
@@ -29,6 +31,7 @@ def summary_lines(run: RunConfig, world_size: int) -> list[str]:
         f"Precision: {t.dtype} parameters and optimizer state, {compute} computation, "
         f"{t.mixed_precision_reduce} gradient reductions, float32 router, losses and balancing, "
         f"{ring}",
+        *(plan.lines() if plan is not None else []),
         f"Output: {run.dump_folder}",
     ]
 

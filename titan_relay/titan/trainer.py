@@ -16,6 +16,7 @@ from titan_relay.titan.attention import prepare_cpu_batch
 from titan_relay.titan.balance_hook import BalanceStep, moe_layers
 from titan_relay.titan.curves import StepCurves
 from titan_relay.titan.metrics import RelayMetricsProcessor
+from titan_relay.titan.relay_plan import relay_plan
 
 
 class RelayTrainer(Trainer):
@@ -41,6 +42,9 @@ class RelayTrainer(Trainer):
         )
         self.optimizers.register_step_pre_hook(self.balance)
         curves = StepCurves(self.balance, self.model_parts)
+        plan = relay_plan(config.run, self.parallel_dims.world_size)
+        if plan is not None:
+            self.metrics_processor.add_source(plan.curves)
         self.metrics_processor.add_source(curves.balance)
         self.metrics_processor.add_source(curves.relay, over="mean")
         self.metrics_processor.add_source(curves.relay_wait, over="max")

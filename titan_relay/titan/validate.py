@@ -19,7 +19,14 @@ class RelayValidator(Validator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
-        pass
+        last_step: int
+        """The run's last step, after which it validates whatever `freq` says."""
+
+    config: Config
+
+    def should_validate(self, step: int) -> bool:
+        """After the first step, every `freq` steps, and after the last."""
+        return super().should_validate(step) or step == self.config.last_step
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Validate after `step`; its time and tokens do not count as training's."""

@@ -1,0 +1,102 @@
+"""What the relay of a run will do, known before it starts: which ring, how many bytes, how much
+memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from titan_relay.config import RunConfig, degrees_of
+from titan_relay.moe import (
+    LayerShape,
+    RelayOptions,
+    Traffic,
+    backward_memory,
+    backward_traffic,
+    forward_memory,
+    forward_traffic,
+)
+from titan_relay.titan import cpu
+
+_MIB = 2**20
+
+
+def relay_options(run: RunConfig) -> RelayOptions:
+    """The options of `[relay]`."""
+    return RelayOptions(
+        circulate=run.relay.circulate,
+        num_slices=run.relay.num_slices,
+        max_rows_per_step=run.relay.max_rows_per_step,
+        grad_dtype=run.relay.grad_dtype,
+        check_finite=run.debug.check_finite,
+    )
+
+
+@dataclass(frozen=True)
+class RelayPlan:
+    """One MoE layer on one rank, for one microbatch: traffic and peak working memory."""
+
+    forward: Traffic
+    backward: Traffic
+    forward_bytes: int
+    backward_bytes: int
+
+    def lines(self) -> list[str]:
+        """The plan in words, a line a direction."""
+        return [
+            _line("forward", self.forward, self.forward_bytes),
+            _line("backward", self.backward, self.backward_bytes),
+        ]
+
+    def curves(self) -> dict[str, float]:
+        """The same as numbers; `circulates_tokens` is 1 where tokens go round, else 0."""
+        return {
+            f"relay/plan/{direction}/{name}": value
+            for direction, traffic in (("forward", self.forward), ("backward", self.backward))
+            for name, value in (
+                ("experts_bytes", float(traffic.experts_bytes)),
+                ("tokens_bytes", float(traffic.tokens_bytes)),
+                ("circulates_tokens", float(traffic.circulate == "tokens")),
+            )
+        }
+
+
+def relay_plan(run: RunConfig, world_size: int) -> RelayPlan | None:
+    """The plan of a run; None without a relay or without expert parallelism."""
+    degrees = degrees_of(run, world_size)
+    if run.relay.dispatcher != "relay" or degrees.ep == 1:
+        return None
+    rows = (
+        run.parallelism.pipeline_parallel_microbatch_size
+        if degrees.pp > 1
+        else run.training.local_batch_size
+    )
+    on_cpu = cpu.on_cpu()
+    bfloat16 = not on_cpu and run.training.mixed_precision_param == "bfloat16"
+    shape = LayerShape(
+        num_ranks=degrees.ep,
+        num_tokens=rows * run.training.seq_len // (degrees.cp * degrees.tp),
+        dim=run.model.dim,
+        expert_dim=run.model.moe.expert_dim,
+        num_experts=run.model.moe.num_experts,
+        top_k=run.model.moe.top_k,
+        dtype=torch.bfloat16 if bfloat16 else torch.float32,
+    )
+    options, device = relay_options(run), torch.device("cpu" if on_cpu else "cuda")
+    return RelayPlan(
+        forward=forward_traffic(shape, options),
+        backward=backward_traffic(shape, options),
+        forward_bytes=forward_memory(shape, options, device).total_bytes,
+        backward_bytes=backward_memory(shape, options, device).total_bytes,
+    )
+
+
+def _line(direction: str, traffic: Traffic, memory_bytes: int) -> str:
+    return (
+        f"Relay {direction}: {traffic.circulate} circulate; a rank sends per layer "
+        f"{traffic.experts_bytes / _MIB:.2f} MiB with experts circulating or "
+        f"{traffic.tokens_bytes / _MIB:.2f} MiB with tokens circulating; "
+        f"working memory {memory_bytes / _MIB:.1f} MiB"
+    )
