@@ -79,6 +79,26 @@ def test_one_process_trains_without_torchrun_then_reports_instead_of_training(
     assert "step: " not in second.stderr + second.stdout
 
 
+def test_a_vocabulary_larger_than_the_embedding_is_refused(folder: Path) -> None:
+    arguments = ["--config", f"{folder}/run.toml", "--training.local_batch_size", "8"]
+    result = train(*arguments, "--model.vocab_size", "256")
+    assert result.returncode == 2
+    assert "model.vocab_size = 256" in result.stderr
+    assert "has 257 tokens" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_checkpoint_of_another_global_batch_is_one_line(folder: Path, tmp_path: Path) -> None:
+    arguments = ["--config", f"{folder}/run.toml", "--dump_folder", f"{tmp_path}/out"]
+    arguments += ["--checkpoint.enable", "true", "--checkpoint.last_save_model_only", "false"]
+    arguments += ["--training.local_batch_size", "4"]
+    assert train(*arguments, "--training.steps", "1").returncode == 0
+    result = train(*arguments, "--training.steps", "2", "--training.global_batch_size", "16")
+    assert result.returncode == 2
+    assert "training.global_batch_size = 16" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_bad_data_is_one_line_without_traceback(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 5)
     result = train(

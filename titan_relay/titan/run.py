@@ -17,6 +17,7 @@ from titan_relay.moe import RingError
 from titan_relay.titan.balance_hook import NonFiniteRouterError
 from titan_relay.titan.build import build_trainer_config, global_batch_size
 from titan_relay.titan.check_device import check_device
+from titan_relay.titan.check_tokenizer import check_tokenizer
 from titan_relay.titan.metrics_folder import FolderError
 from titan_relay.titan.resume import check_checkpoint, find_checkpoint
 from titan_relay.titan.summary import log_summary
@@ -36,6 +37,7 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
     # here the rank that has the loss always speaks.
     os.environ.setdefault("LOG_RANK", ",".join(str(each) for each in range(world_size)))
     check_device(config, sources)
+    check_tokenizer(config, sources)
     found = find_checkpoint(config)
     if found is not None and found.step >= config.training.steps:
         logger.info(
