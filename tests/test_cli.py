@@ -81,10 +81,12 @@ def test_one_process_trains_without_torchrun_then_reports_instead_of_training(
 
 def test_a_vocabulary_larger_than_the_embedding_is_refused(folder: Path) -> None:
     arguments = ["--config", f"{folder}/run.toml", "--training.local_batch_size", "8"]
-    result = train(*arguments, "--model.vocab_size", "256")
+    arguments += ["--tokenizer.special_tokens", "{}", "--tokenizer.eos_token", "none"]
+    arguments += ["--tokenizer.add_eos", "false"]
+    result = train(*arguments, "--model.vocab_size", "255")
     assert result.returncode == 2
-    assert "model.vocab_size = 256" in result.stderr
-    assert "has 257 tokens" in result.stderr
+    assert "model.vocab_size = 255" in result.stderr
+    assert "has 256 tokens" in result.stderr
     assert "Traceback" not in result.stderr
 
 
