@@ -1,6 +1,7 @@
 """The command line as a user meets it: one line, the right exit code, no traceback."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,14 +91,66 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(folder: Path) -> None
     assert "Traceback" not in result.stderr
 
 
-def test_a_checkpoint_of_another_global_batch_is_one_line(folder: Path, tmp_path: Path) -> None:
-    arguments = ["--config", f"{folder}/run.toml", "--dump_folder", f"{tmp_path}/out"]
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments of a run that has checkpoints of steps 1 and 2."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    arguments = ["--config", f"{folder}/run.toml", "--dump_folder", str(out)]
     arguments += ["--checkpoint.enable", "true", "--checkpoint.last_save_model_only", "false"]
-    arguments += ["--training.local_batch_size", "4"]
-    assert train(*arguments, "--training.steps", "1").returncode == 0
-    result = train(*arguments, "--training.steps", "2", "--training.global_batch_size", "16")
+    arguments += ["--checkpoint.interval", "1", "--training.local_batch_size", "4"]
+    result = train(*arguments, "--training.steps", "2")
+    assert result.returncode == 0, result.stderr
+    return [*arguments, "--training.steps", "3"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "value", "saved"),
+    [
+        ("training.global_batch_size", "16", "was 8"),
+        ("model.vocab_size", "300", "was 257"),
+        ("model.num_layers", "3", "was 2"),
+        ("model.moe.expert_dim", "32", "was 24"),
+        ("model.moe.load_balance_coeff", "0.1", "has no balancing biases"),
+        ("checkpoint.load_step", "7", "there: 1, 2"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_one_line(
+    trained: list[str], changed: str, value: str, saved: str
+) -> None:
+    result = train(*trained, f"--{changed}", value)
     assert result.returncode == 2
-    assert "training.global_batch_size = 16" in result.stderr
+    assert f"{changed} = {value}" in result.stderr
+    assert saved in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("damage", ["shard cut short", "shard missing", "garbage in .metadata"])
+def test_a_damaged_checkpoint_is_one_line_naming_a_whole_one(
+    trained: list[str], tmp_path: Path, damage: str
+) -> None:
+    out = Path(trained[trained.index("--dump_folder") + 1])
+    shutil.copytree(out, tmp_path / "out")
+    newest = tmp_path / "out" / "checkpoint" / "step-2"
+    (shard,) = newest.glob("*.distcp")
+    if damage == "shard missing":
+        shard.unlink()
+    elif damage == "shard cut short":
+        os.truncate(shard, shard.stat().st_size // 2)
+    else:
+        (newest / ".metadata").write_bytes(b"xyz")
+    result = train(*trained, "--dump_folder", f"{tmp_path}/out")
+    assert result.returncode == 2
+    assert "is damaged" in result.stderr
+    assert "step 1 with checkpoint.load_step" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unusable_dump_folder_is_one_line(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ["--config", f"{folder}/run.toml", "--training.local_batch_size", "8"]
+    result = train(*arguments, "--dump_folder", f"{tmp_path}/file")
+    assert result.returncode == 2
+    assert "dump_folder" in result.stderr
     assert "Traceback" not in result.stderr
 
 

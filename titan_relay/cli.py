@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
 from titan_relay.config import ConfigError, Loaded, help_text, load_config, to_toml, validate
 
 EXIT_USER_ERROR = 2
+_SECONDS_FOR_RANK_0 = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _train(loaded, world_size)
     except ConfigError as error:
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            # torchrun stops all ranks when the first one ends; let rank 0 speak before that.
+            time.sleep(_SECONDS_FOR_RANK_0)
         return EXIT_USER_ERROR
 
 

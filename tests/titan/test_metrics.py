@@ -262,7 +262,7 @@ def test_running_out_of_memory_reports_the_peak(tmp_path: Path, lines: list[str]
 
 def test_a_second_run_in_the_folder_stops_with_one_line(tmp_path: Path) -> None:
     first = build(tmp_path)
-    with pytest.raises(FolderError, match="another run is writing its curves there"):
+    with pytest.raises(FolderError, match="another run is writing there"):
         build(tmp_path)
     build(tmp_path, save_tb_folder="tb2").close()
     build(tmp_path, enable_tensorboard=False).close()

@@ -55,7 +55,7 @@ def check_all_stop_when_a_folder_is_taken(folder: str) -> None:
     # Held by rank 1's process; the metrics rank is 0, and rank 1 has to hear of it.
     lock = FolderLock(Path(folder, "tb")) if dist.get_rank() == 1 else None
     dist.barrier()
-    with pytest.raises(FolderError, match="another run is writing its curves there"):
+    with pytest.raises(FolderError, match="another run is writing there"):
         build(folder)
     # A rank with a folder of its own must let go of it when another's is taken.
     if lock is not None:

@@ -73,7 +73,8 @@ class LocalSource:
             return None
         if epoch > self._last_epoch:
             self._last_epoch = epoch
-            logger.info("source %s: epoch %d begins", self.name, epoch + 1)
+            if epoch & (epoch - 1) == 0:  # a tiny corpus has thousands of epochs
+                logger.info("source %s: epoch %d begins", self.name, epoch + 1)
         return self._documents.read(self._order(epoch)[position] if self._shuffle else position)
 
     def _order(self, epoch: int) -> SeededPermutation:

@@ -1,9 +1,11 @@
 """The host-side channel of a ring: a few numbers per call that every rank shows to every other."""
 
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
 class Control(Protocol):
@@ -19,6 +21,10 @@ class ProcessGroupControl:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait this long for the other ranks from now on."""
+        _set_pg_timeout(timeout, self._group)
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")

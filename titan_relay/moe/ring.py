@@ -52,6 +52,18 @@ def relay_ring(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Ri
     return ring
 
 
+def set_ring_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let the group's ring, if it has one, wait ``timeout`` for a neighbour from now on.
+
+    Local; call it on all ranks. A trainer allows more time for its first step than for later ones.
+    """
+    ring = _rings.get(group)
+    if ring is not None:
+        for part in (ring.link, ring.control):
+            if isinstance(part, ProcessGroupLink | ProcessGroupControl):
+                part.set_timeout(timeout)
+
+
 def _make_ring(group: dist.ProcessGroup, timeout: timedelta) -> Ring:
     if dist.get_backend(group) == "fake":
         # A dry run: on fake tensors the layer sends nothing, on real ones the control refuses.

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_relay.moe.errors import RingError, RingMisuseError
 from titan_relay.moe.telemetry import RingCounts
@@ -151,6 +152,11 @@ class ProcessGroupLink:
         self.size = group.size()
         self._group = group
         self._timeout = timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait this long for a neighbour from now on."""
+        self._timeout = timeout
+        _set_pg_timeout(timeout, self._group)
 
     def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Transfers:
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size

@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
+from titan_relay.moe import set_ring_timeout
+
 if TYPE_CHECKING:  # imported for real only after the device is set, below
     from torchtitan.distributed import ParallelDims
 
@@ -74,7 +76,7 @@ def sum_gradients_without_premul(model: nn.Module) -> None:
 
 
 def _set_process_group_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
-    """Give every mesh's group the training timeout.
+    """Give every mesh's group, and the ring over the experts' group, the training timeout.
 
     torchtitan's own needs `torch.distributed.set_timeout` of torch 2.14, passes device ids to the
     barrier (gloo rejects them) and synchronises a device. The barrier keeps a fast rank from timing
@@ -82,5 +84,7 @@ def _set_process_group_timeouts(timeout: timedelta, parallel_dims: ParallelDims)
     """
     dist.barrier(device_ids=None if on_cpu() else [torch.accelerator.current_device_index()])
     meshes = parallel_dims.get_all_one_dimensional_meshes().values()
-    for group in [mesh.get_group() for mesh in meshes] + [None]:
+    for group in [mesh.get_group() for mesh in meshes]:
         _set_pg_timeout(timeout, group)
+        set_ring_timeout(group, timeout)
+    _set_pg_timeout(timeout, None)

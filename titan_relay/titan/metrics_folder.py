@@ -54,10 +54,10 @@ class FolderLock:
 def _refusal(folder: Path, owner: str, error: OSError) -> str:
     if isinstance(error, BlockingIOError):
         return (
-            f"{folder}: another run is writing its curves there ({owner or 'owner unknown'}); "
-            "stop it, or give this run another dump_folder or metrics.save_tb_folder"
+            f"{folder}: another run is writing there ({owner or 'owner unknown'}); "
+            "stop it, or give this run another dump_folder"
         )
     return (
         f"{folder}: its file system cannot lock files ({error.strerror}), so two runs could mix "
-        "their curves; choose a dump_folder on another file system"
+        "what they write; choose a dump_folder on another file system"
     )

@@ -8,44 +8,71 @@ inside the distributed loader.
 from __future__ import annotations
 
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 
 from titan_relay.config import RunConfig, Sources
 
 _LANE = re.compile(r"dataloader\.lane_\d+")
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """One checkpoint folder.
 
+    shapes: shape of every tensor by its name; empty for a folder of Hugging Face weights.
     num_lanes: rows of the global batch of the run that wrote it; 0 if it holds weights only.
     """
 
     path: Path
     step: int
+    shapes: dict[str, tuple[int, ...]]
     num_lanes: int
 
 
-def find_checkpoint(run: RunConfig) -> FoundCheckpoint | None:
-    """The checkpoint that the run would continue from; None if it starts fresh."""
+def find_checkpoint(run: RunConfig, sources: Sources) -> FoundCheckpoint | None:
+    """The checkpoint that the run would continue from; None if it starts fresh.
+
+    Raises:
+        ConfigError: `checkpoint.load_step` is not there, or the checkpoint is damaged.
+    """
     section = run.checkpoint
     folder = Path(run.dump_folder) / section.folder
     if not section.enable or section.load_step == 0:  # step 0 loads weights only
         return None
     steps = {int(path.name[5:]): path for path in folder.glob("step-*") if path.name[5:].isdigit()}
     complete = {step: path for step, path in steps.items() if _is_complete(path)}
-    step = max(complete, default=-1) if section.load_step == -1 else section.load_step
-    if step not in complete:
+    if not complete and section.load_step == -1:
         return None
+    step = max(complete) if section.load_step == -1 else section.load_step
+    if step not in complete:
+        there = ", ".join(str(each) for each in sorted(complete)) or "none"
+        raise sources.error(
+            "checkpoint.load_step", step, f"is no complete checkpoint of {folder}; there: {there}"
+        )
     path = complete[step]
     if not (path / ".metadata").is_file():
-        return FoundCheckpoint(path, step, num_lanes=0)
-    keys = FileSystemReader(path).read_metadata().state_dict_metadata
-    return FoundCheckpoint(path, step, num_lanes=sum(bool(_LANE.fullmatch(key)) for key in keys))
+        return FoundCheckpoint(path, step, shapes={}, num_lanes=0)
+    damage, metadata = _read_metadata(path)
+    if damage:
+        whole = [
+            each
+            for each in sorted(complete)
+            if each != step and not _read_metadata(complete[each])[0]
+        ]
+        older = f"go on from step {whole[-1]} with checkpoint.load_step" if whole else "start anew"
+        raise sources.error(
+            "checkpoint.load_step", section.load_step, f"{path} is damaged ({damage}); {older}"
+        )
+    entries = metadata.state_dict_metadata
+    shapes = {key: tuple(each.size) for key, each in entries.items() if hasattr(each, "size")}
+    num_lanes = sum(bool(_LANE.fullmatch(key)) for key in entries)
+    return FoundCheckpoint(path, step, shapes, num_lanes)
 
 
 def check_checkpoint(
@@ -56,6 +83,7 @@ def check_checkpoint(
     Raises:
         ConfigError: one line with the key to change.
     """
+    _check_model(run, sources, found)
     if "dataloader" in run.checkpoint.exclude_from_loading:
         return
     if found.num_lanes == 0:
@@ -76,6 +104,75 @@ def check_checkpoint(
         )
 
 
+def check_dump_folder(run: RunConfig, sources: Sources) -> None:
+    """Refuse a folder that cannot be written to.
+
+    Raises:
+        ConfigError: one line with the reason.
+    """
+    folder = Path(run.dump_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise sources.error(
+            "dump_folder", run.dump_folder, f"cannot be written to: {error.strerror}"
+        ) from error
+
+
 def _is_complete(path: Path) -> bool:
     """Whether torchtitan would take the folder for a checkpoint: its last file is there."""
     return any((path / name).is_file() for name in (".metadata", "model.safetensors.index.json"))
+
+
+def _read_metadata(path: Path) -> tuple[str, Any]:
+    """What is wrong with a checkpoint's files ("" if nothing), and its metadata."""
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:  # whatever unpickling garbage raises
+        return f".metadata cannot be read: {type(error).__name__}", None
+    ends: dict[str, int] = {}
+    for entry in metadata.storage_data.values():
+        ends[entry.relative_path] = max(
+            ends.get(entry.relative_path, 0), entry.offset + entry.length
+        )
+    for name, end_bytes in ends.items():
+        if not (path / name).is_file():
+            return f"{name} is missing", metadata
+        if (path / name).stat().st_size < end_bytes:
+            return f"{name} is cut short", metadata
+    return "", metadata
+
+
+def _check_model(run: RunConfig, sources: Sources, found: FoundCheckpoint) -> None:
+    """Refuse weights of another model, naming the first key that differs."""
+    if not found.shapes:
+        return
+    model, moe = run.model, run.model.moe
+    layers = {int(each[1]) for key in found.shapes if (each := _LAYER.match(key))}
+    experts = "layers.0.moe.routed_experts.inner_experts.w1_EFD"
+    expected = [
+        ("model.vocab_size", model.vocab_size, _size(found, "tok_embeddings.weight", 0)),
+        ("model.dim", model.dim, _size(found, "tok_embeddings.weight", 1)),
+        ("model.num_layers", model.num_layers, len(layers)),
+        ("model.moe.num_experts", moe.num_experts, _size(found, experts, 0)),
+        ("model.moe.expert_dim", moe.expert_dim, _size(found, experts, 1)),
+    ]
+    for key, value, saved in expected:
+        if saved is not None and saved != value:
+            raise sources.error(
+                key, value, f"was {saved} in {found.path}; set it back, or use another dump_folder"
+            )
+    wants_bias = moe.effective_load_balance_coeff > 0
+    if wants_bias and not any(key.endswith("expert_bias_E") for key in found.shapes):
+        raise sources.error(
+            "model.moe.load_balance_coeff",
+            moe.effective_load_balance_coeff,
+            f"{found.path} has no balancing biases; set it to 0 to go on without them",
+        )
+
+
+def _size(found: FoundCheckpoint, name: str, dim: int) -> int | None:
+    shape = found.shapes.get(name)
+    return None if shape is None else shape[dim]

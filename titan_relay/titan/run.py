@@ -6,22 +6,26 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
-from titan_relay.config import RunConfig, Sources, to_toml
+from titan_relay.config import ConfigError, RunConfig, Sources, to_toml
 from titan_relay.data import DataError
 from titan_relay.moe import RingError
 from titan_relay.titan.balance_hook import NonFiniteRouterError
 from titan_relay.titan.build import build_trainer_config, global_batch_size
 from titan_relay.titan.check_device import check_device
 from titan_relay.titan.check_tokenizer import check_tokenizer
-from titan_relay.titan.metrics_folder import FolderError
-from titan_relay.titan.resume import check_checkpoint, find_checkpoint
+from titan_relay.titan.failures import broken_message, broken_operation
+from titan_relay.titan.metrics_folder import FolderError, FolderLock
+from titan_relay.titan.resume import check_checkpoint, check_dump_folder, find_checkpoint
 from titan_relay.titan.summary import log_summary
 from titan_relay.titan.trainer import RelayTrainer
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def run(config: RunConfig, world_size: int, sources: Sources) -> int:
@@ -37,8 +41,10 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
     # here the rank that has the loss always speaks.
     os.environ.setdefault("LOG_RANK", ",".join(str(each) for each in range(world_size)))
     check_device(config, sources)
+    check_dump_folder(config, sources)
     check_tokenizer(config, sources)
-    found = find_checkpoint(config)
+    lock = _lock_checkpoints(config, rank)
+    found = find_checkpoint(config, sources)
     if found is not None and found.step >= config.training.steps:
         logger.info(
             f"Nothing to train: {found.path} is of step {found.step}, and training.steps is "
@@ -51,7 +57,21 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
     if config.debug.print_config:
         logger.info(f"Configuration:\n{to_toml(config)}")
     log_summary(config, world_size)
-    return _train(trainer_config, rank)
+    try:
+        return _train(trainer_config, rank)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _lock_checkpoints(config: RunConfig, rank: int) -> FolderLock | None:
+    """Keep another run from writing the same checkpoints; rank 0 holds the lock for all."""
+    if not config.checkpoint.enable or rank != 0:
+        return None
+    try:
+        return FolderLock(Path(config.dump_folder) / config.checkpoint.folder)
+    except FolderError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
@@ -68,6 +88,20 @@ def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
         return 1
     except (DataError, RingError) as error:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if rank == 0:
+            again = "; start again to go on from the last checkpoint"
+            print(
+                f"interrupted{again if trainer_config.checkpoint.enable else ''}", file=sys.stderr
+            )
+        return EXIT_INTERRUPTED
+    except RuntimeError as error:
+        operation = broken_operation(error)
+        if operation is None:
+            raise
+        step = 0 if trainer is None else trainer.step
+        print(f"error: {broken_message(rank, step, operation, error)}", file=sys.stderr)
         return 1
     finally:
         if trainer is not None:
@@ -114,4 +148,6 @@ def _set_threads(config: RunConfig) -> None:
     """Share the machine's cores among its ranks unless told how many threads each gets."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_threads = config.training.cpu_threads_per_rank
+    if not num_threads and local_ranks == 1 and "OMP_NUM_THREADS" in os.environ:
+        return  # the user has said; torchrun sets it to 1 by itself for several ranks
     torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // local_ranks))
