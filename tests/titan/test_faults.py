@@ -8,6 +8,8 @@ import torch
 
 from tests.support.distributed import run_ranks
 from tests.titan.runs import SEQ_LEN, a_run, config_file, layout, trainer_of, write_data
+from titan_relay.moe import relay_ring
+from titan_relay.titan.balance_hook import moe_layers
 from titan_relay.titan.relay_plan import relay_plan
 
 EP4 = layout(dp=2, cp=2, ep=4)
@@ -104,6 +106,8 @@ def traffic(folder: Path, circulate: str) -> dict[str, float]:
 
     trainer.metrics_processor._sources = [(keep, "mean")]
     trainer.train()
+    experts = next(moe_layers(trainer.model_parts))[1].routed_experts
+    timeout: Any = relay_ring(experts.group).link._timeout  # type: ignore[attr-defined]
     trainer.close()
     plan = relay_plan(trainer.config.run, 4)
     assert plan is not None
@@ -112,6 +116,7 @@ def traffic(folder: Path, circulate: str) -> dict[str, float]:
     return {
         "sent": sent["relay/bytes_sent"],
         "planned": planned * trainer.config.run.model.num_layers,
+        "timeout_s": timeout.total_seconds(),
     }
 
 
@@ -162,6 +167,13 @@ def test_the_ring_sends_the_bytes_that_were_planned(
 ) -> None:
     for rank in by_rank:
         assert rank["traffic"][circulate]["sent"] == rank["traffic"][circulate]["planned"] > 0
+
+
+def test_after_the_first_step_the_ring_waits_no_longer_than_the_training_timeout(
+    by_rank: list[dict[str, Any]],
+) -> None:
+    for rank in by_rank:
+        assert rank["traffic"]["experts"]["timeout_s"] == 100.0  # comm.train_timeout_seconds
 
 
 def test_finite_data_ends_alike_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:
