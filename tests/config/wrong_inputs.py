@@ -5,14 +5,14 @@ from tests.config.wrong import Wrong, without
 FILES = [
     Wrong(
         "architecture number missing",
-        "case.toml: model.head_dim is missing: it has no default; give an integer of at least 2",
-        whole=without("head_dim = 16"),
+        "case.toml: model.rope_theta is missing: it has no default; give a finite number above 0",
+        whole=without("rope_theta = 1e6"),
     ),
     Wrong(
         "no model at all",
         'case.toml: model.family is missing: it has no default; give "qwen3_moe" (missing '
-        "too: model.dim, model.num_layers, model.num_heads, model.num_kv_heads, "
-        "model.head_dim, model.vocab_size, model.max_seq_len, model.rope_theta, "
+        "too: model.dim, model.num_layers, model.num_heads, model.vocab_size, "
+        "model.max_seq_len, model.rope_theta, "
         "model.norm_eps, model.tie_word_embeddings, model.moe.num_experts, "
         "model.moe.top_k, model.moe.expert_dim, model.moe.score_func, model.moe.route_norm)",
         whole=b"[training]\nsteps = 5\n",

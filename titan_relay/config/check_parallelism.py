@@ -110,11 +110,12 @@ def _check_heads(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
     model, tp = config.model, degrees.tp
     shared = math.gcd(model.num_heads, model.num_kv_heads)
     if shared % tp:
+        kv = f" and model.num_kv_heads = {model.num_kv_heads}" if model.num_kv_heads else ""
         raise sources.error(
             "parallelism.tensor_parallel_degree",
             tp,
-            f"must divide model.num_heads = {model.num_heads} and model.num_kv_heads = "
-            f"{model.num_kv_heads}; use {numbers(nearest_few(tp, divisors(shared)))}",
+            f"must divide model.num_heads = {model.num_heads}{kv}; "
+            f"use {numbers(nearest_few(tp, divisors(shared)))}",
         )
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from titan_relay.config.degrees import divisors, multiples_near, nearest_few
+from titan_relay.config.degrees import divisors, nearest_few
 from titan_relay.config.expectation import either
 from titan_relay.config.schema import RunConfig
 from titan_relay.config.settings import Sources
@@ -12,20 +12,13 @@ from titan_relay.config.settings import Sources
 def check_model(config: RunConfig, sources: Sources) -> None:
     """Raise `ConfigError` for an architecture that cannot be built."""
     model, moe = config.model, config.model.moe
-    if model.num_heads % model.num_kv_heads:
+    if model.num_kv_heads and model.num_heads % model.num_kv_heads:
         legal = nearest_few(model.num_kv_heads, divisors(model.num_heads))
         raise sources.error(
             "model.num_kv_heads",
             model.num_kv_heads,
             f"must divide model.num_heads = {model.num_heads}; "
             f"use {either([str(each) for each in legal])}",
-        )
-    if model.head_dim % 2:
-        near = [str(each) for each in multiples_near(model.head_dim, 2)]
-        raise sources.error(
-            "model.head_dim",
-            model.head_dim,
-            f"must be even for rotary embeddings; use {either(near)}",
         )
     if moe.top_k > moe.num_experts:
         raise sources.error(

@@ -16,7 +16,13 @@ from titan_relay.config.schema_data import (
     TokenizerConfig,
     ValidatorConfig,
 )
-from titan_relay.config.schema_model import LossConfig, ModelConfig, MoEConfig, RelayConfig
+from titan_relay.config.schema_model import (
+    LossConfig,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    RelayConfig,
+)
 from titan_relay.config.schema_run import (
     CheckpointConfig,
     CommConfig,
@@ -42,6 +48,7 @@ __all__ = [
     "DebugConfig",
     "LRSchedulerConfig",
     "LossConfig",
+    "MLAConfig",
     "MetricsConfig",
     "MixtureEntry",
     "MoEConfig",

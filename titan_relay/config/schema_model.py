@@ -7,10 +7,10 @@ Architecture numbers have no defaults: a model is what its file says.
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_relay.config.option import option
+from titan_relay.config.option import option, section
 
-# A new family is added here and in the model families of the trainer; keys that only it needs
-# go into ModelConfig with a neutral default and a check in validate_model.
+# A new family is added here and in the model families of the trainer; keys that not every family
+# has get a neutral default here and a line in check_family.
 Family = Literal["qwen3_moe"]
 
 
@@ -27,6 +27,9 @@ class MoEConfig:
     expert_dim: int = option(at_least=1, titan="RoutedExperts.Config.hidden_dim")
     """Hidden width of one expert."""
 
+    shared_expert_dim: int = option(0, at_least=0, titan="MoE.Config.shared_experts")
+    """Hidden width of the experts that every token is sent to, all of them together. 0: none."""
+
     score_func: Literal["softmax", "sigmoid"] = option(
         titan="TokenChoiceTopKRouter.Config.score_func"
     )
@@ -37,6 +40,17 @@ class MoEConfig:
 
     route_scale: float = option(1.0, above=0, titan="TokenChoiceTopKRouter.Config.route_scale")
     """Factor on the scores after normalisation."""
+
+    num_expert_groups: int = option(
+        1, at_least=1, titan="TokenChoiceTopKRouter.Config.num_expert_groups"
+    )
+    """Groups that the experts are divided into; a token's experts come from its best groups only.
+    A group's score is the sum of its two highest."""
+
+    num_limited_groups: int = option(
+        1, at_least=1, titan="TokenChoiceTopKRouter.Config.num_limited_groups"
+    )
+    """Groups that a token's experts may come from."""
 
     aux_loss_coeff: float = option(0.0, at_least=0, titan="")
     """Weight of the auxiliary load-balancing loss. 0: off."""
@@ -64,6 +78,30 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MLAConfig:
+    """Multi-head latent attention: keys and values are rebuilt from one small vector a token."""
+
+    q_lora_rank: int = option(0, at_least=0, titan="Attention.Config.q_lora_rank")
+    """Width of the vector that queries are rebuilt from. 0: queries are projected directly."""
+
+    kv_lora_rank: int = option(0, at_least=0, titan="Attention.Config.kv_lora_rank")
+    """Width of the vector that keys and values are rebuilt from."""
+
+    qk_nope_head_dim: int = option(0, at_least=0, titan="Attention.Config.qk_nope_head_dim")
+    """Width of a head's query and key without position."""
+
+    qk_rope_head_dim: int = option(0, at_least=0, titan="Attention.Config.qk_rope_head_dim")
+    """Width of a head's query and key that is rotated by position; even. All heads share this
+    part of the key."""
+
+    v_head_dim: int = option(0, at_least=0, titan="Attention.Config.v_head_dim")
+    """Width of a head's value."""
+
+    latent_norm_eps: float = option(1e-6, above=0, titan="Attention.Config.kv_norm")
+    """Added to the mean square inside the RMSNorm of these small vectors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """The architecture. Every number is given; there is no default model."""
 
@@ -79,11 +117,18 @@ class ModelConfig:
     num_heads: int = option(at_least=1, titan="GQAttention.Config.n_heads")
     """Query heads."""
 
-    num_kv_heads: int = option(at_least=1, titan="GQAttention.Config.n_kv_heads")
-    """Key and value heads; divides num_heads."""
+    num_kv_heads: int = option(0, at_least=0, titan="GQAttention.Config.n_kv_heads")
+    """Key and value heads; divides num_heads. Every family but mla_moe needs it."""
 
-    head_dim: int = option(at_least=2, titan="GQAttention.Config.head_dim")
-    """Width of one head; even, for rotary embeddings."""
+    head_dim: int = option(0, at_least=0, titan="GQAttention.Config.head_dim")
+    """Width of one head; even, for rotary embeddings. Every family but mla_moe needs it; that one
+    has widths in [model.mla]."""
+
+    num_dense_layers: int = option(0, at_least=0, titan="n_dense_layers of deepseek_v3")
+    """First layers that have a dense feed-forward in place of the experts."""
+
+    dense_dim: int = option(0, at_least=0, titan="FeedForward.Config.w1")
+    """Hidden width of a dense layer's feed-forward."""
 
     vocab_size: int = option(at_least=1, titan="Decoder.Config.vocab_size")
     """Rows of the embedding; at least the tokenizer's number of tokens."""
@@ -110,6 +155,9 @@ class ModelConfig:
 
     moe: MoEConfig = option()
     """The mixture of experts."""
+
+    mla: MLAConfig = section(MLAConfig)
+    """Latent attention, for mla_moe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

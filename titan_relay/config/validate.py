@@ -6,6 +6,7 @@ names only, so that all ranks come to the same answer.
 """
 
 from titan_relay.config.check_data import check_data
+from titan_relay.config.check_family import check_family
 from titan_relay.config.check_parallelism import check_parallelism
 from titan_relay.config.check_pipeline import check_pipeline
 from titan_relay.config.check_run import (
@@ -34,6 +35,7 @@ def validate(
     if isinstance(sources, str):
         sources = Sources(sources)
     check_model(config, sources)
+    check_family(config, sources)
     check_parallelism(config, world_size, sources)
     check_pipeline(config, sources)
     check_schedule(config, sources)
