@@ -96,7 +96,7 @@ def _model_spec(run: RunConfig) -> ModelSpec:
         parallelize_fn=parallelize,
         pipelining_fn=pipeline,
         post_optimizer_build_fn=None,  # the trainer's BalanceStep takes its place
-        state_dict_adapter=family.state_dict_adapter,
+        state_dict_adapter=family.adapter,
     )
 
 

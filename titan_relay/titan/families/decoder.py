@@ -1,0 +1,118 @@
+"""The decoder that all families share: pre-norm blocks whose initial weights depend on the seed and
+the parameters' names only.
+
+A family subclasses `RelayDecoder` where its attention is not grouped-query attention; everything
+else about it is configuration, put together in its own file from `parts`.
+
+Shape suffixes: B batch, L tokens of this rank, D model dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.models.common.attention import AttentionMasksType, GQAttention
+from torchtitan.models.common.decoder import Decoder, TransformerBlock
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+
+from titan_relay.titan.init import init_by_name
+
+
+class RelayBlock(TransformerBlock):
+    """Attention, then experts (or, in a dense layer, one feed-forward), each added to the residual.
+
+    It tells its MoE layer which tokens are padding (position -1).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TransformerBlock.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attention = config.attention.build()
+        self.attention_norm = config.attention_norm.build()
+        self.ffn_norm = config.ffn_norm.build()
+        self.moe_enabled = config.moe is not None
+        if config.moe is not None:
+            self.moe = config.moe.build()
+        else:
+            assert config.feed_forward is not None
+            self.feed_forward = config.feed_forward.build()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        attention_masks: AttentionMasksType | None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Apply the block to `x` `(B, L, D)`; positions `(B, L)`."""
+        valid_BL = None
+        if positions is not None:
+            valid_BL = positions >= 0
+            positions = positions.clamp(min=0)
+        x = self.attend(x, attention_masks, positions)
+        if not self.moe_enabled:
+            dense: torch.Tensor = x + self.feed_forward(self.ffn_norm(x))
+            return dense
+        sparse: torch.Tensor = x + self.moe(self.ffn_norm(x), valid_BL)
+        return sparse
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        attention_masks: AttentionMasksType | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The block's attention half, residual included; what `compile` compiles."""
+        out: torch.Tensor = x + self.attention(self.attention_norm(x), attention_masks, positions)
+        return out
+
+
+class RelayDecoder(Decoder):
+    """Embedding, blocks, norm, head; with grouped-query attention unless a subclass says else."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        init_seed: int = 0
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Take what the run says about parallelism; torchtitan calls it before building."""
+            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            parallelism = config.parallelism
+            self.shard(
+                enable_sp=parallelism.enable_sequence_parallel,
+                enable_ep=parallelism.expert_parallel_degree > 1,
+            )
+
+        def shard(self, *, enable_sp: bool, enable_ep: bool) -> None:
+            """Say how tensor and expert parallelism lay out every module of this config."""
+            set_qwen3_sharding_config(self, enable_sp=enable_sp, enable_ep=enable_ep)
+
+        def head_dims(self) -> int:
+            """Multiply-adds per query, key and head: width of a query plus width of a value."""
+            attention = self.layers[0].attention
+            assert isinstance(attention, GQAttention.Config)
+            assert attention.head_dim is not None
+            return 2 * attention.head_dim
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """Parameters of the whole model, and training FLOPs per token."""
+            num_heads = self.layers[0].attention.n_heads
+            return get_moe_model_nparams_and_flops(
+                self, model, num_heads, self.head_dims(), seq_len
+            )
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Initialise buffers and parameters."""
+        super().init_states(buffer_device=buffer_device)
+        assert isinstance(self.config, RelayDecoder.Config)
+        init_by_name(self, seed=self.config.init_seed)
+
+    def get_attention_masks(self, positions: torch.Tensor) -> AttentionMasksType | None:
+        """Masks of packed documents; each pad (position -1) is a document of its own."""
+        return super().get_attention_masks(positions.clamp(min=0))
