@@ -42,6 +42,12 @@ DEGREES = [
         ranks=2,
     ),
     Wrong(
+        "fewer tokens for the relay than a microbatch has",
+        "case.toml: relay.max_tokens_per_rank = 63: must be at least the tokens of a "
+        "microbatch on a rank, 256; use that, or leave it out",
+        toml="[relay]\nmax_tokens_per_rank = 63",
+    ),
+    Wrong(
         "degrees give too few ranks",
         "case.toml: parallelism.data_parallel_shard_degree = 2: dp_replicate 1 * dp_shard "
         "2 * cp 1 * tp 1 * pp 1 = 2, but there are 4 ranks; use 4 (or -1), or start 2 ranks",

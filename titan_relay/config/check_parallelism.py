@@ -6,6 +6,7 @@ from titan_relay.config.degrees import (
     Degrees,
     degrees_of,
     divisors,
+    microbatch_tokens,
     multiples_near,
     nearest_few,
     sequence_multiple,
@@ -32,6 +33,7 @@ def check_parallelism(config: RunConfig, world_size: int, sources: Sources) -> N
     _check_sequence(config, degrees, sources)
     _check_batch(config, degrees, sources)
     _check_loss_chunks(config, degrees, sources)
+    _check_relay_tokens(config, degrees, sources)
 
 
 def numbers(values: list[int]) -> str:
@@ -167,4 +169,15 @@ def _check_loss_chunks(config: RunConfig, degrees: Degrees, sources: Sources) ->
             config.loss.num_chunks,
             f"must divide seq_len / cp = {config.training.seq_len} / {degrees.cp} = {local_len}; "
             f"use {numbers(legal)}",
+        )
+
+
+def _check_relay_tokens(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
+    most, tokens = config.relay.max_tokens_per_rank, microbatch_tokens(config, degrees)
+    if most is not None and most < tokens:
+        raise sources.error(
+            "relay.max_tokens_per_rank",
+            most,
+            f"must be at least the tokens of a microbatch on a rank, {tokens}; "
+            "use that, or leave it out",
         )

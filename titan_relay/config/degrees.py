@@ -57,6 +57,18 @@ def degrees_of(config: RunConfig, world_size: int) -> Degrees:
     )
 
 
+def microbatch_tokens(config: RunConfig, degrees: Degrees) -> int:
+    """Tokens of one microbatch that a rank's MoE layers see.
+
+    TP ranks share them out only where they take part in expert parallelism.
+    """
+    rows = config.training.local_batch_size
+    if degrees.pp > 1:
+        rows = config.parallelism.pipeline_parallel_microbatch_size
+    parts = degrees.cp * (degrees.tp if degrees.ep > 1 else 1)
+    return rows * config.training.seq_len // parts
+
+
 def sequence_multiple(config: RunConfig, degrees: Degrees) -> tuple[int, str]:
     """What training.seq_len must be a multiple of, and the reason in words.
 

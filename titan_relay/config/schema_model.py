@@ -179,6 +179,10 @@ class RelayConfig:
     max_rows_per_step: int | Literal["auto"] = option("auto", at_least=1, titan="")
     """Routed rows computed at a time; scratch memory is proportional. auto: suits the device."""
 
+    max_tokens_per_rank: int | None = option(None, at_least=1, titan="")
+    """The most tokens that a rank's layer may get at once; buffers and choices follow it. Only
+    needed where ranks may differ. none: exactly a microbatch's tokens on every rank."""
+
     grad_dtype: Literal["float32", "bfloat16"] = option("float32", titan="")
     """Type in which expert weight gradients are summed on their way round the ring."""
 

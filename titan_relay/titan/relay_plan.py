@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_relay.config import RunConfig, degrees_of
+from titan_relay.config.degrees import microbatch_tokens
 from titan_relay.moe import (
     LayerShape,
     RelayOptions,
@@ -29,6 +30,7 @@ def relay_options(run: RunConfig) -> RelayOptions:
         circulate=run.relay.circulate,
         num_slices=run.relay.num_slices,
         max_rows_per_step=run.relay.max_rows_per_step,
+        max_tokens_per_rank=run.relay.max_tokens_per_rank,
         grad_dtype=run.relay.grad_dtype,
         check_finite=run.debug.check_finite,
     )
@@ -68,16 +70,11 @@ def relay_plan(run: RunConfig, world_size: int) -> RelayPlan | None:
     degrees = degrees_of(run, world_size)
     if run.relay.dispatcher != "relay" or degrees.ep == 1:
         return None
-    rows = (
-        run.parallelism.pipeline_parallel_microbatch_size
-        if degrees.pp > 1
-        else run.training.local_batch_size
-    )
     on_cpu = cpu.on_cpu()
     bfloat16 = not on_cpu and run.training.mixed_precision_param == "bfloat16"
     shape = LayerShape(
         num_ranks=degrees.ep,
-        num_tokens=rows * run.training.seq_len // (degrees.cp * degrees.tp),
+        num_tokens=run.relay.max_tokens_per_rank or microbatch_tokens(run, degrees),
         dim=run.model.dim,
         expert_dim=run.model.moe.expert_dim,
         num_experts=run.model.moe.num_experts,
