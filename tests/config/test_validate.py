@@ -57,7 +57,11 @@ def test_left_over_degree() -> None:
         ["--model.moe.top_k=16"],
         ["--model.num_kv_heads=4"],
         ["--loss.name=chunked_cross_entropy"],
-        ["--activation_checkpoint.mode=memory_budget", "--compile.enable"],
+        [
+            "--relay.dispatcher=alltoall",
+            "--activation_checkpoint.mode=memory_budget",
+            "--compile.enable",
+        ],
         ["--tokenizer.pattern", r"\p{L}+|\s+|."],
         ["--tokenizer.add_eos=false", "--tokenizer.eos_token=none"],
         ["--validator.enable", "--validator.data.files=corpus/train.jsonl"],

@@ -28,7 +28,13 @@ COMBINATIONS = [
         "memory budget without compile",
         'case.toml: activation_checkpoint.mode = "memory_budget": needs compile.enable = '
         'true with "model" in compile.components; or use "none", "selective" or "full"',
-        toml='[activation_checkpoint]\nmode = "memory_budget"',
+        toml=('[relay]\ndispatcher = "alltoall"\n[activation_checkpoint]\nmode = "memory_budget"'),
+    ),
+    Wrong(
+        "activation checkpointing beside the relay",
+        'case.toml: activation_checkpoint.mode = "full": must be "none" with relay.dispatcher = '
+        '"relay", where [attention_retention] decides what is computed again; leave it out',
+        toml='[activation_checkpoint]\nmode = "full"',
     ),
     Wrong(
         "warning only without determinism",

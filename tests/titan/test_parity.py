@@ -6,11 +6,12 @@ from tests.support.distributed import run_ranks
 from tests.titan.runs import Run, Steps, a_run, config_file, layout, train_all, write_data
 
 REFERENCE = "one rank"
+ALLTOALL = {"relay__dispatcher": "alltoall"}
 
 ONE_RANK = [
     a_run(REFERENCE, **layout()),
     a_run("gradient accumulation", **layout() | {"training__local_batch_size": 2}),
-    a_run("compiled", **layout(), compile__enable=True, activation_checkpoint__mode="full"),
+    a_run("compiled", **layout(), compile__enable=True),
     a_run("all-to-all on one rank", **layout(), relay__dispatcher="alltoall"),
 ]
 FOUR_RANKS = [
@@ -27,8 +28,12 @@ FOUR_RANKS = [
     a_run("tensor parallel, dp 2 tp 2 ep 2", **layout(dp=2, tp=2, ep=2)),
     a_run("tensor parallel, dp 2 tp 2 ep 4", **layout(dp=2, tp=2, ep=4)),
     a_run("pipeline, dp 2 pp 2 ep 2", **layout(dp=2, pp=2, ep=2), relay__circulate="experts"),
-    a_run("full recompute", **layout(dp=2, cp=2, ep=4), activation_checkpoint__mode="full"),
-    a_run("selective", **layout(dp=2, cp=2, ep=4), activation_checkpoint__mode="selective"),
+    a_run(
+        "full recompute", **layout(dp=2, cp=2, ep=4), **ALLTOALL, activation_checkpoint__mode="full"
+    ),
+    a_run(
+        "selective", **layout(dp=2, cp=2, ep=4), **ALLTOALL, activation_checkpoint__mode="selective"
+    ),
     a_run("chunked loss", **layout(dp=2, cp=2, ep=4), loss__name="chunked_cross_entropy"),
 ]
 

@@ -1,11 +1,12 @@
 """Do the keys of model, schedule, recompute, checkpoints and reporting go together?"""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
 from titan_relay.config.degrees import divisors, nearest_few
 from titan_relay.config.expectation import either
-from titan_relay.config.schema import RunConfig
+from titan_relay.config.schema import AttentionRetentionConfig, RunConfig
 from titan_relay.config.settings import Sources
 
 
@@ -41,7 +42,8 @@ def check_schedule(config: RunConfig, sources: Sources) -> None:
 
 
 def check_recompute(config: RunConfig, sources: Sources) -> None:
-    """Raise `ConfigError` for a memory budget without the compiler that spends it."""
+    """Raise `ConfigError` for the other dispatcher's section, or a budget nobody spends."""
+    _check_who_decides(config, sources)
     if config.activation_checkpoint.mode != "memory_budget":
         return
     if not config.compile.enable or "model" not in config.compile.components:
@@ -51,6 +53,30 @@ def check_recompute(config: RunConfig, sources: Sources) -> None:
             'needs compile.enable = true with "model" in compile.components; '
             'or use "none", "selective" or "full"',
         )
+
+
+def _check_who_decides(config: RunConfig, sources: Sources) -> None:
+    """What is computed again has one owner: each dispatcher its section."""
+    mode = config.activation_checkpoint.mode
+    if config.relay.dispatcher == "relay":
+        if mode != "none":
+            raise sources.error(
+                "activation_checkpoint.mode",
+                mode,
+                'must be "none" with relay.dispatcher = "relay", where [attention_retention] '
+                "decides what is computed again; leave it out",
+            )
+        return
+    defaults = AttentionRetentionConfig()
+    for field in dataclasses.fields(defaults):
+        value = getattr(config.attention_retention, field.name)
+        if value != getattr(defaults, field.name):
+            raise sources.error(
+                f"attention_retention.{field.name}",
+                value,
+                'needs relay.dispatcher = "relay"; with "alltoall" [activation_checkpoint] '
+                "decides what is computed again; leave it out",
+            )
 
 
 def check_debug(config: RunConfig, sources: Sources) -> None:

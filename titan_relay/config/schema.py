@@ -23,6 +23,7 @@ from titan_relay.config.schema_model import (
     MoEConfig,
     RelayConfig,
 )
+from titan_relay.config.schema_retention import AttentionRetentionConfig
 from titan_relay.config.schema_run import (
     CheckpointConfig,
     CommConfig,
@@ -41,6 +42,7 @@ from titan_relay.config.schema_train import (
 
 __all__ = [
     "ActivationCheckpointConfig",
+    "AttentionRetentionConfig",
     "CheckpointConfig",
     "CommConfig",
     "CompileConfig",
@@ -98,8 +100,11 @@ class RunConfig:
     lr_scheduler: LRSchedulerConfig = section(LRSchedulerConfig)
     """The learning rate's course."""
 
+    attention_retention: AttentionRetentionConfig = section(AttentionRetentionConfig)
+    """What blocks keep for backward, with the relay."""
+
     activation_checkpoint: ActivationCheckpointConfig = section(ActivationCheckpointConfig)
-    """What is computed again in backward."""
+    """What is computed again in backward, with the all-to-all."""
 
     compile: CompileConfig = section(CompileConfig)
     """torch.compile."""

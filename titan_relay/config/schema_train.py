@@ -175,10 +175,13 @@ class LRSchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationCheckpointConfig:
-    """What is dropped in forward and computed again in backward."""
+    """What backward computes again, with the all-to-all.
+
+    With relay.dispatcher = "relay" see [attention_retention] instead.
+    """
 
     mode: Literal["none", "selective", "full", "memory_budget"] = option(
-        "selective", titan="activation_checkpoint (the policy's class)"
+        "none", titan="activation_checkpoint (the policy's class)"
     )
     """none: keep all activations. selective: keep the costly operators' outputs. full: keep each
     block's input only. memory_budget: let torch.compile choose within memory_budget."""

@@ -23,7 +23,7 @@ from torchtitan.tools.profiler import Profiler
 from titan_relay.config import degrees_of
 from titan_relay.config.schema import DataConfig, RunConfig
 from titan_relay.titan import cpu
-from titan_relay.titan.activation_checkpoint import build_activation_checkpoint
+from titan_relay.titan.activation_checkpoint import RelayFullAC, build_activation_checkpoint
 from titan_relay.titan.dataloader import RelayDataLoader
 from titan_relay.titan.families import FAMILIES, build_model_config
 from titan_relay.titan.metrics import RelayMetricsProcessor
@@ -57,7 +57,7 @@ def build_trainer_config(run: RunConfig, world_size: int) -> RelayTrainer.Config
         optimizer=_optimizer(run),
         lr_scheduler=LRSchedulersContainer.Config(**_fields(run.lr_scheduler)),
         checkpoint=_checkpoint(run),
-        activation_checkpoint=build_activation_checkpoint(run.activation_checkpoint),
+        activation_checkpoint=_recompute(run),
         compile=titan.CompileConfig(
             enable=run.compile.enable,
             components=list(run.compile.components),
@@ -98,6 +98,12 @@ def _model_spec(run: RunConfig) -> ModelSpec:
         post_optimizer_build_fn=None,  # the trainer's BalanceStep takes its place
         state_dict_adapter=family.adapter,
     )
+
+
+def _recompute(run: RunConfig) -> Any:
+    if run.relay.dispatcher == "relay":
+        return RelayFullAC.Config(preserve_rng_state=False)  # no block draws random numbers
+    return build_activation_checkpoint(run.activation_checkpoint)
 
 
 def _training(run: RunConfig, rows: int) -> titan.TrainingConfig:
