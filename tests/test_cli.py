@@ -8,23 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cli import ROOT, run_cli
 from tests.titan.runs import config_file, write_data
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def train(*arguments: str, rank: int = 0, world_size: int = 1) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    if world_size > 1:
-        env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    return subprocess.run(
-        [sys.executable, "train.py", *arguments],
-        cwd=ROOT,
-        env=env | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_help_lists_every_section() -> None:
-    result = train("--help")
+    command = [sys.executable, "train.py", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
     assert "--training.steps" in result.stdout
     assert "--relay.dispatcher" in result.stdout
@@ -44,7 +30,7 @@ def test_help_lists_every_section() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wrong_config_is_one_line_on_rank_0_and_code_2_on_all(folder: Path, rank: int) -> None:
-    result = train(
+    result = run_cli(
         "--config", f"{folder}/run.toml", "--training.stepz", "5", rank=rank, world_size=2
     )
     assert result.returncode == 2
@@ -57,10 +43,10 @@ def test_a_wrong_config_is_one_line_on_rank_0_and_code_2_on_all(folder: Path, ra
 
 
 def test_print_config_is_accepted_back(folder: Path, tmp_path: Path) -> None:
-    first = train("--config", f"{folder}/run.toml", "--training.steps", "7", "--print-config")
+    first = run_cli("--config", f"{folder}/run.toml", "--training.steps", "7", "--print-config")
     assert first.returncode == 0
     (tmp_path / "again.toml").write_text(first.stdout)
-    second = train("--config", f"{tmp_path}/again.toml", "--print-config")
+    second = run_cli("--config", f"{tmp_path}/again.toml", "--print-config")
     assert second.stdout == first.stdout
     assert "steps = 7" in first.stdout
 
@@ -71,10 +57,10 @@ def test_one_process_trains_without_torchrun_then_reports_instead_of_training(
     arguments = ["--config", f"{folder}/run.toml", "--dump_folder", f"{tmp_path}/out"]
     arguments += ["--training.steps", "2", "--checkpoint.enable", "true"]
     arguments += ["--checkpoint.last_save_model_only", "false", "--training.local_batch_size", "8"]
-    first = train(*arguments)
+    first = run_cli(*arguments)
     assert first.returncode == 0, first.stderr
     assert "step: 2/2" in first.stderr + first.stdout
-    second = train(*arguments)
+    second = run_cli(*arguments)
     assert second.returncode == 0, second.stderr
     assert "Nothing to train" in second.stderr + second.stdout
     assert "step: " not in second.stderr + second.stdout
@@ -84,7 +70,7 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(folder: Path) -> None
     arguments = ["--config", f"{folder}/run.toml", "--training.local_batch_size", "8"]
     arguments += ["--tokenizer.special_tokens", "{}", "--tokenizer.eos_token", "none"]
     arguments += ["--tokenizer.add_eos", "false"]
-    result = train(*arguments, "--model.vocab_size", "255")
+    result = run_cli(*arguments, "--model.vocab_size", "255")
     assert result.returncode == 2
     assert "model.vocab_size = 255" in result.stderr
     assert "has 256 tokens" in result.stderr
@@ -98,7 +84,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
     arguments = ["--config", f"{folder}/run.toml", "--dump_folder", str(out)]
     arguments += ["--checkpoint.enable", "true", "--checkpoint.last_save_model_only", "false"]
     arguments += ["--checkpoint.interval", "1", "--training.local_batch_size", "4"]
-    result = train(*arguments, "--training.steps", "2")
+    result = run_cli(*arguments, "--training.steps", "2")
     assert result.returncode == 0, result.stderr
     return [*arguments, "--training.steps", "3"]
 
@@ -117,7 +103,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
 def test_a_checkpoint_that_does_not_fit_is_one_line(
     trained: list[str], changed: str, value: str, saved: str
 ) -> None:
-    result = train(*trained, f"--{changed}", value)
+    result = run_cli(*trained, f"--{changed}", value)
     assert result.returncode == 2
     assert f"{changed} = {value}" in result.stderr
     assert saved in result.stderr
@@ -138,7 +124,7 @@ def test_a_damaged_checkpoint_is_one_line_naming_a_whole_one(
         os.truncate(shard, shard.stat().st_size // 2)
     else:
         (newest / ".metadata").write_bytes(b"xyz")
-    result = train(*trained, "--dump_folder", f"{tmp_path}/out")
+    result = run_cli(*trained, "--dump_folder", f"{tmp_path}/out")
     assert result.returncode == 2
     assert "is damaged" in result.stderr
     assert "step 1 with checkpoint.load_step" in result.stderr
@@ -148,7 +134,7 @@ def test_a_damaged_checkpoint_is_one_line_naming_a_whole_one(
 def test_an_unusable_dump_folder_is_one_line(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     arguments = ["--config", f"{folder}/run.toml", "--training.local_batch_size", "8"]
-    result = train(*arguments, "--dump_folder", f"{tmp_path}/file")
+    result = run_cli(*arguments, "--dump_folder", f"{tmp_path}/file")
     assert result.returncode == 2
     assert "dump_folder" in result.stderr
     assert "Traceback" not in result.stderr
@@ -156,7 +142,7 @@ def test_an_unusable_dump_folder_is_one_line(folder: Path, tmp_path: Path) -> No
 
 def test_bad_data_is_one_line_without_traceback(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 5)
-    result = train(
+    result = run_cli(
         *("--config", f"{folder}/run.toml", "--dump_folder", f"{tmp_path}/out"),
         *("--data.files", f"{tmp_path}/empty.jsonl", "--training.local_batch_size", "8"),
     )

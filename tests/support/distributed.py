@@ -16,13 +16,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 5.0  # for the other ranks to report, once one has failed
+# Imported once, in the server that ranks are forked from. What is not installed is skipped there.
+_PRELOADED = ["torch.distributed", "titan_relay.moe", "titan_relay.titan.run", "tests.titan.runs"]
 
 
 class RanksFailed(AssertionError):
@@ -42,9 +47,7 @@ def run_ranks(
         function: a module-level function (it is sent by name), as are its arguments' classes.
         timeout_s: for everything together, and the process group's own timeout.
     """
-    context = multiprocessing.get_context("forkserver")
-    # torch is imported once, in the server that ranks are forked from.
-    context.set_forkserver_preload(["torch", "torch.distributed", "titan_relay.moe"])
+    context = forkserver()
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         rendezvous = os.path.join(folder, "rendezvous")
         processes: list[BaseProcess] = []
@@ -69,6 +72,13 @@ def run_ranks(
     if failures:
         raise RanksFailed("\n".join(failures))
     return [report[1] for report in reports]
+
+
+def forkserver() -> ForkServerContext:
+    """Starts processes by forking a server that has imported torch and torchtitan."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
