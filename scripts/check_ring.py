@@ -1,0 +1,285 @@
+"""The whole relay layer on one device: W virtual ranks in one process, checked and measured.
+
+    python scripts/check_ring.py --ranks 2 4 --tokens 16384 --preset qwen3-30b-a3b --scale 0.5
+
+Runs both rings, forward and backward, over a loop-back ring (on a GPU with its streams and buffers;
+no second GPU needed). Checks every result against a float64 reference, and three counts of the
+bytes that the call works with against each other: the documented formula, live tensors, and, on a
+GPU, the peak of the CUDA allocator. Exit code 1 if one of them is off.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from layer_bench.reference import Reference, partial_reference, relative_error, share_of
+from layer_bench.setting import PRESETS, Inputs, Setting
+
+from relay_kernels import ExpertWeights, Gradients, SwiGLU
+from titan_relay.memory import LiveBytes
+from titan_relay.moe import RelayOptions, backward_memory, backward_traffic, forward_memory
+from titan_relay.moe.call import RelayCall, Wants, layer_shape
+from titan_relay.moe.layer import layer_backward, layer_forward
+from titan_relay.moe.loopback import LoopbackWorld
+from titan_relay.moe.ring import Ring
+from titan_relay.moe.routing import sort_rows
+from titan_relay.moe.shapes import token_slices
+
+RINGS: list[Literal["experts", "tokens"]] = ["experts", "tokens"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Largest error over largest value. Float32 adds up hundreds of products in another order than the
+# reference; in the narrow dtypes a result is itself rounded to 8 or 11 bits, after sums of up to
+# top_k + W rounded parts.
+ERROR_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+FORMULA_LIMIT = 0.02  # what the formula leaves out: per-expert counts
+ALLOCATOR_LIMIT = 0.05  # blocks are rounded up to 512 bytes, large ones left with up to 1 MiB
+
+
+@dataclass(frozen=True)
+class Results:
+    """One rank's."""
+
+    out_TD: torch.Tensor
+    gradients: Gradients
+
+    def tensors(self) -> list[torch.Tensor]:
+        g = self.gradients
+        assert g.dx_TD is not None
+        assert g.dscores_TK is not None
+        assert g.weights is not None
+        return [self.out_TD, g.dx_TD, g.dscores_TK, *g.weights.tensors()]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Peaks of all ranks together, forward and backward: ``allocator`` is 0 without a GPU."""
+
+    formula: int
+    live: int
+    allocator: int
+
+
+class Layer:
+    """One setting's inputs on every virtual rank."""
+
+    def __init__(self, setting: Setting, options: RelayOptions) -> None:
+        self.setting, self.options = setting, options
+        self.device = torch.device(setting.device)
+        self.world = LoopbackWorld(setting.ep, self.device)
+        self.inputs = [setting.inputs(rank) for rank in range(setting.ep)]
+        self.weights = [ExpertWeights(*setting.weights(rank)) for rank in range(setting.ep)]
+
+    def call(self, rank: int, ring: Ring | None, operation: str) -> RelayCall:
+        x_TD, scores_TK = self.inputs[rank].x_TD, self.inputs[rank].scores_TK
+        shape = layer_shape(x_TD, scores_TK, self.weights[rank], self.setting.ep, self.options)
+        return RelayCall(shape, self.options, SwiGLU(), ring, operation)
+
+    def run(self, tracker: LiveBytes | None = None) -> list[Results]:
+        """Forward and backward on every rank."""
+
+        def on_rank(rank: int, ring: Ring | None) -> Results:
+            with _counting(tracker):
+                return self._on_rank(rank, ring)
+
+        return self.world.run(on_rank)
+
+    def _on_rank(self, rank: int, ring: Ring | None) -> Results:
+        inputs, weights = self.inputs[rank], self.weights[rank]
+        forward = self.call(rank, ring, "forward")
+        slices = token_slices(forward.shape.num_tokens, self.setting.ep, self.options)
+        rows_N, counts = sort_rows(inputs.ids_TK, self.setting.experts, slices)
+        args = (inputs.x_TD, inputs.scores_TK, rows_N, counts, weights)
+        out_TD = layer_forward(forward, *args)
+        backward = self.call(rank, ring, "backward")
+        wants = Wants(True, True, True)
+        return Results(out_TD, layer_backward(backward, wants, inputs.dout_TD, *args))
+
+    def errors(self, references: Sequence[Reference]) -> dict[str, float]:
+        """The largest over ranks, by result."""
+        names = ("out", "dx", "dscores", "dw1", "dw2", "dw3")
+        worst = dict.fromkeys(names, 0.0)
+        for result, wanted in zip(self.run(), references, strict=True):
+            expected = (wanted.out_TD, wanted.dx_TD, wanted.dscores_TK, *wanted.dweights)
+            for name, mine, truth in zip(names, result.tensors(), expected, strict=True):
+                worst[name] = max(worst[name], relative_error(mine, truth))
+        return worst
+
+    def bytes(self) -> Bytes:
+        """Everything that a call makes, its results included; after a warm-up."""
+        gc.collect()
+        before = 0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+        with LiveBytes(self.device.type) as tracker:
+            kept = self.run(tracker)
+        allocator = 0
+        if self.device.type == "cuda":
+            allocator = torch.cuda.max_memory_allocated(self.device) - before
+        del kept
+        return Bytes(self.formula_bytes(), tracker.peak_bytes, allocator)
+
+    def formula_bytes(self) -> int:
+        """By ``titan_relay.moe.memory``, for all ranks together.
+
+        The peak is the backward's, when the forward's result and weight gradients are alive too.
+        Where those are summed in a wider dtype in a ring of tokens, they come into being at the
+        very end, when a rank is about to give up more; so for one rank at a time.
+        """
+        call, num_ranks = self.call(0, None, "backward"), self.setting.ep
+        shape, options = call.shape, self.options
+        forward_bytes = forward_memory(shape, options, self.device).total_bytes
+        backward_bytes = backward_memory(shape, options, self.device).total_bytes
+        out_bytes = shape.num_tokens * shape.dim * shape.dtype.itemsize
+        dweights_bytes = sum(tensor.nbytes for tensor in self.weights[0].tensors())
+        converts = backward_traffic(shape, options).circulate == "tokens"
+        converts &= options.sum_dtype(shape.dtype) != shape.dtype
+        at_once = 1 if converts else num_ranks
+        peak_bytes = num_ranks * (backward_bytes + out_bytes) + at_once * dweights_bytes
+        return max(peak_bytes, num_ranks * forward_bytes)
+
+    def median_ms(self, iterations: int) -> float:
+        times_ms = []
+        for _ in range(iterations):
+            begin_s = time.perf_counter()
+            self.run()  # waits for the device
+            times_ms.append(1e3 * (time.perf_counter() - begin_s))
+        return statistics.median(times_ms)
+
+
+@contextmanager
+def _counting(tracker: LiveBytes | None) -> Iterator[None]:
+    """Let this thread's tensors count too: a dispatch mode is its thread's own."""
+    if tracker is None:
+        yield
+        return
+    torch._C._push_on_torch_dispatch_stack(tracker)
+    try:
+        yield
+    finally:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+def references_of(setting: Setting, inputs: Sequence[Inputs]) -> list[Reference]:
+    """What each rank must get, weight gradients summed over all ranks' tokens."""
+    partial = [partial_reference(setting, each) for each in inputs]
+    totals = [sum(of_one) for of_one in zip(*(each.dweights for each in partial), strict=True)]
+    return [
+        share_of(Reference(each.out_TD, each.dx_TD, each.dscores_TK, totals), setting, rank)
+        for rank, each in enumerate(partial)
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    lines, faults = [], []
+    for ranks in args.ranks:
+        setting = setting_of(args, ranks)
+        references: list[Reference] | None = None
+        rings: list[Literal["experts", "tokens"]] = args.circulate if ranks > 1 else ["experts"]
+        for circulate in rings:
+            options = RelayOptions(circulate=circulate, num_slices=args.num_slices or "auto")
+            layer = Layer(setting, options)
+            references = references or references_of(setting, layer.inputs)
+            errors = layer.errors(references)
+            counted = layer.bytes()
+            lines.append(_line(ranks, circulate, errors, counted, layer.median_ms(args.iters)))
+            where = f"ring of {circulate}, {ranks} ranks"
+            faults += [f"error: {where}: {each}" for each in judge(setting, errors, counted)]
+            del layer
+    print(_header(setting_of(args, args.ranks[0])))
+    print("\n".join(lines))
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
+
+
+def judge(setting: Setting, errors: dict[str, float], counted: Bytes) -> list[str]:
+    """What is off, one line each."""
+    limit = ERROR_LIMITS[setting.dtype]
+    found = [
+        f"{name} differs from the reference by {error:.1e} of its largest value, more than {limit}"
+        for name, error in errors.items()
+        if not error <= limit  # a NaN is no number at most the limit
+    ]
+    if abs(counted.live / counted.formula - 1) > FORMULA_LIMIT:
+        found.append(f"{counted.live} live bytes, {counted.formula} by the formula")
+    if counted.allocator and abs(counted.allocator / counted.live - 1) > ALLOCATOR_LIMIT:
+        found.append(f"{counted.allocator} bytes at the allocator's peak, {counted.live} live")
+    return found
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="virtual ranks")
+    parser.add_argument("--circulate", nargs="+", choices=RINGS, default=RINGS, help="which rings")
+    parser.add_argument("--preset", choices=PRESETS, help="layer shape of a published model")
+    parser.add_argument("--scale", type=float, default=1.0, help="shrink a preset's D and F")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank")
+    parser.add_argument("--dim", type=int, default=64, help="model dimension")
+    parser.add_argument("--expert-dim", type=int, default=48, help="expert hidden dimension")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--skew", type=float, default=1.0, help="Zipf exponent; 0 is balanced")
+    parser.add_argument("--num-slices", type=int, default=None, help="default auto")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=None)
+    parser.add_argument("--iters", type=int, default=3)
+    args = parser.parse_args(argv)
+    if args.preset:
+        dim, expert_dim, args.experts, args.top_k = PRESETS[args.preset]
+        args.dim, args.expert_dim = round(dim * args.scale), round(expert_dim * args.scale)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device; use --device cpu")
+    for ranks in args.ranks:
+        if ranks < 1 or args.experts % ranks:
+            parser.error(f"--experts {args.experts} must be divisible by --ranks {ranks}")
+    if args.top_k > args.experts:
+        parser.error(f"--top-k {args.top_k} must be at most --experts {args.experts}")
+    return args
+
+
+def setting_of(args: argparse.Namespace, ranks: int) -> Setting:
+    return Setting(
+        ep=ranks,
+        tokens=args.tokens,
+        dim=args.dim,
+        expert_dim=args.expert_dim,
+        experts=args.experts,
+        top_k=args.top_k,
+        dtype=DTYPES[args.dtype],
+        skew=args.skew,
+        device=args.device,
+    )
+
+
+def _header(setting: Setting) -> str:
+    return (
+        f"T={setting.tokens} D={setting.dim} F={setting.expert_dim} E={setting.experts} "
+        f"K={setting.top_k} {setting.dtype} skew={setting.skew} {setting.device}; bytes of all "
+        "ranks together, ms of all ranks' forward and backward on one device\n\n"
+        "| ranks | ring | largest error | formula MiB | live MiB | allocator MiB | ms |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+
+
+def _line(ranks: int, ring: str, errors: dict[str, float], counted: Bytes, ms: float) -> str:
+    name = max(errors, key=lambda each: errors[each])
+    mib = [f"{value / 2**20:.2f}" for value in (counted.formula, counted.live)]
+    mib.append(f"{counted.allocator / 2**20:.2f}" if counted.allocator else "-")
+    return f"| {ranks} | {ring} | {errors[name]:.1e} ({name}) | {' | '.join(mib)} | {ms:.1f} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
