@@ -21,4 +21,16 @@ FAMILIES = [
         "mla_moe); leave it out",
         toml="[model.mla]\nkv_lora_rank = 512",
     ),
+    Wrong(
+        "shared expert that the family has not",
+        'case.toml: model.moe.shared_expert_dim = 64: family "qwen3_moe" has no such part (it is '
+        "for mla_moe or qwen2_moe); leave it out",
+        toml="[model.moe]\nshared_expert_dim = 64",
+    ),
+    Wrong(
+        "shared expert missing",
+        'case.toml: model.moe.shared_expert_dim = 0 (default): family "qwen2_moe" needs it; give '
+        "it as it is in the model",
+        toml='[model]\nfamily = "qwen2_moe"',
+    ),
 ]

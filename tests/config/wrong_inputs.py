@@ -10,8 +10,8 @@ FILES = [
     ),
     Wrong(
         "no model at all",
-        'case.toml: model.family is missing: it has no default; give "qwen3_moe" (missing '
-        "too: model.dim, model.num_layers, model.num_heads, model.vocab_size, "
+        'case.toml: model.family is missing: it has no default; give "mixtral", "qwen2_moe" or '
+        '"qwen3_moe" (missing too: model.dim, model.num_layers, model.num_heads, model.vocab_size, '
         "model.max_seq_len, model.rope_theta, "
         "model.norm_eps, model.tie_word_embeddings, model.moe.num_experts, "
         "model.moe.top_k, model.moe.expert_dim, model.moe.score_func, model.moe.route_norm)",

@@ -13,11 +13,12 @@ from titan_relay.config.schema import ModelConfig, RunConfig
 from titan_relay.config.settings import Sources
 
 _MLA = ("mla_moe",)
+_SHARED = ("mla_moe", "qwen2_moe")
 # Keys that only some families have.
 _ONLY = {
     "model.num_dense_layers": _MLA,
     "model.dense_dim": _MLA,
-    "model.moe.shared_expert_dim": _MLA,
+    "model.moe.shared_expert_dim": _SHARED,
     "model.moe.num_expert_groups": _MLA,
     "model.moe.num_limited_groups": _MLA,
     "model.mla.q_lora_rank": _MLA,
@@ -55,6 +56,12 @@ def check_family(config: RunConfig, sources: Sources) -> None:
             raise sources.error(
                 path, value, f'family "{family}" needs it; give it as it is in the model'
             )
+    if family == "qwen2_moe" and not config.model.moe.shared_expert_dim:
+        raise sources.error(
+            "model.moe.shared_expert_dim",
+            0,
+            f'family "{family}" needs it; give it as it is in the model',
+        )
     _check_dense_layers(config.model, sources)
     _check_groups(config, sources)
     _check_rope(config, sources)

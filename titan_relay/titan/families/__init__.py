@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.families import qwen3_moe
+from titan_relay.titan.families import mixtral, qwen2_moe, qwen3_moe
 from titan_relay.titan.families.decoder import RelayDecoder
 
 
@@ -24,6 +24,8 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "mixtral": Family(mixtral.build, mixtral.Adapter),
+    "qwen2_moe": Family(qwen2_moe.build, qwen2_moe.Adapter),
     "qwen3_moe": Family(qwen3_moe.build, qwen3_moe.Adapter),
 }
 

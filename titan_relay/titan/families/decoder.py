@@ -19,6 +19,7 @@ from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
+from titan_relay.titan.families.sharding import shard_extras
 from titan_relay.titan.init import init_by_name
 
 
@@ -92,6 +93,7 @@ class RelayDecoder(Decoder):
         def shard(self, *, enable_sp: bool, enable_ep: bool) -> None:
             """Say how tensor and expert parallelism lay out every module of this config."""
             set_qwen3_sharding_config(self, enable_sp=enable_sp, enable_ep=enable_ep)
+            shard_extras(self, enable_sp=enable_sp)
 
         def head_dims(self) -> int:
             """Multiply-adds per query, key and head: width of a query plus width of a value."""

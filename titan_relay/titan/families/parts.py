@@ -7,13 +7,15 @@ smaller; norms are one and biases zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.attention import GQAttention, QKVLinear
 from torchtitan.models.common.config_utils import (
     get_attention_config,
     make_routed_experts_config,
 )
-from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.rope import CosSinRoPE, RoPE
@@ -21,9 +23,37 @@ from torchtitan.protocols.module import Module
 
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.attention import CpuAttention
+from titan_relay.titan.families.decoder import RelayBlock, RelayDecoder
 from titan_relay.titan.init import Constant, Normal
 from titan_relay.titan.moe import MoE
 from titan_relay.titan.router import Float32Linear, Router
+
+
+def decoder(
+    model: ModelConfig,
+    *,
+    seed: int,
+    layer: Callable[[], RelayBlock.Config],
+    norm: Callable[[int, float], Module.Config] | None = None,
+    head_bias: bool = False,
+) -> RelayDecoder.Config:
+    """The whole model: embedding, `num_layers` times `layer()`, final norm, head.
+
+    Layers are made one by one, because torchtitan writes each one's sharding into its config.
+
+    Args:
+        norm: makes the final norm from width and epsilon; `rms_norm` unless given.
+    """
+    return RelayDecoder.Config(
+        init_seed=seed,
+        dim=model.dim,
+        vocab_size=model.vocab_size,
+        enable_weight_tying=model.tie_word_embeddings,
+        tok_embeddings=embedding(model),
+        layers=[layer() for _ in range(model.num_layers)],
+        norm=(norm or rms_norm)(model.dim, model.norm_eps),
+        lm_head=linear(model.dim, model.vocab_size, model.init_std, bias=head_bias),
+    )
 
 
 def residual_std(model: ModelConfig) -> float:
@@ -111,6 +141,14 @@ def feed_forward(model: ModelConfig, hidden_dim: int) -> FeedForward.Config:
         w1=linear(model.dim, hidden_dim, model.init_std),
         w2=linear(hidden_dim, model.dim, residual_std(model)),
         w3=linear(model.dim, hidden_dim, model.init_std),
+    )
+
+
+def gated_feed_forward(model: ModelConfig) -> SigmoidGatedFeedForward.Config:
+    """The shared expert of Qwen2: a feed-forward times the sigmoid of one number per token."""
+    plain = feed_forward(model, model.moe.shared_expert_dim)
+    return SigmoidGatedFeedForward.Config(
+        w1=plain.w1, w2=plain.w2, w3=plain.w3, gate=linear(model.dim, 1, model.init_std)
     )
 
 

@@ -16,16 +16,7 @@ Adapter = Qwen3StateDictAdapter
 
 def build(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDecoder.Config:
     """The whole model's config from the numbers of `[model]`."""
-    return RelayDecoder.Config(
-        init_seed=seed,
-        dim=model.dim,
-        vocab_size=model.vocab_size,
-        enable_weight_tying=model.tie_word_embeddings,
-        tok_embeddings=parts.embedding(model),
-        layers=[_block(model, cpu=cpu) for _ in range(model.num_layers)],
-        norm=parts.rms_norm(model.dim, model.norm_eps),
-        lm_head=parts.linear(model.dim, model.vocab_size, model.init_std),
-    )
+    return parts.decoder(model, seed=seed, layer=lambda: _block(model, cpu=cpu))
 
 
 def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
