@@ -1,34 +1,19 @@
 """The corpus and tokenizer scripts: what they write, and that both kinds of id agree."""
 
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import tiktoken
 
+from tests.support.scripts import load_script
 from titan_relay.config.schema_data import TokenizerConfig
 from titan_relay.data import load_tokenizer
 from titan_relay.data.patterns import PATTERNS
 from titan_relay.data.rank_file import read_rank_file
 from titan_relay.data.statistics import unigram_entropy_nats
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up here
-    spec.loader.exec_module(module)
-    return module
-
 
 make_corpus = load_script("make_corpus")
 train_tokenizer = load_script("train_tokenizer")

@@ -12,7 +12,7 @@ from titan_relay.config.load import Loaded, load, load_config
 from titan_relay.config.schema import RunConfig
 from titan_relay.config.settings import Sources
 from titan_relay.config.toml_text import to_toml
-from titan_relay.config.validate import validate
+from titan_relay.config.validate import validate, validate_model
 
 __all__ = [
     "CommandLine",
@@ -28,4 +28,5 @@ __all__ = [
     "parse_command_line",
     "to_toml",
     "validate",
+    "validate_model",
 ]

@@ -34,8 +34,7 @@ def validate(
     """
     if isinstance(sources, str):
         sources = Sources(sources)
-    check_model(config, sources)
-    check_family(config, sources)
+    validate_model(config, sources)
     check_parallelism(config, world_size, sources)
     check_pipeline(config, sources)
     check_schedule(config, sources)
@@ -45,3 +44,9 @@ def validate(
     check_checkpoint(config, sources, files=files)
     check_reporting(config, sources)
     check_data(config, sources, files=files)
+
+
+def validate_model(config: RunConfig, sources: Sources) -> None:
+    """`validate` for [model] alone, where nothing is trained."""
+    check_model(config, sources)
+    check_family(config, sources)

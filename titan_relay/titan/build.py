@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,
@@ -24,6 +23,7 @@ from titan_relay.config import degrees_of
 from titan_relay.config.schema import DataConfig, RunConfig
 from titan_relay.titan import cpu
 from titan_relay.titan.activation_checkpoint import RelayFullAC, build_activation_checkpoint
+from titan_relay.titan.checkpoint import RelayCheckpointManager
 from titan_relay.titan.dataloader import RelayDataLoader
 from titan_relay.titan.families import FAMILIES, build_model_config
 from titan_relay.titan.metrics import RelayMetricsProcessor
@@ -147,11 +147,11 @@ def _optimizer(run: RunConfig) -> OptimizersContainer.Config:
     )
 
 
-def _checkpoint(run: RunConfig) -> CheckpointManager.Config:
+def _checkpoint(run: RunConfig) -> RelayCheckpointManager.Config:
     values = _fields(run.checkpoint)
     # Without a path the key means nothing, and torchtitan warns of it at every start.
     values["initial_load_model_only"] &= run.checkpoint.initial_load_path is not None
-    return CheckpointManager.Config(**values)
+    return RelayCheckpointManager.Config(**values, run=run)
 
 
 def _metrics(run: RunConfig) -> RelayMetricsProcessor.Config:

@@ -17,6 +17,7 @@ from titan_relay.data import DataError
 from titan_relay.moe import RingError
 from titan_relay.titan.balance_hook import NonFiniteRouterError
 from titan_relay.titan.build import build_trainer_config, global_batch_size
+from titan_relay.titan.check_checkpoint import check_export, check_initial_weights
 from titan_relay.titan.check_device import check_device
 from titan_relay.titan.check_tokenizer import check_tokenizer
 from titan_relay.titan.failures import broken_message, broken_operation
@@ -53,6 +54,9 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
         return 0
     if found is not None:
         check_checkpoint(config, sources, found, global_batch_size(config, world_size))
+    else:
+        check_initial_weights(config, sources)
+    check_export(config, sources)
     trainer_config = build_trainer_config(config, world_size)
     if config.debug.print_config:
         logger.info(f"Configuration:\n{to_toml(config)}")

@@ -1,0 +1,66 @@
+"""Which implementation computes: the Triton kernels or plain PyTorch."""
+
+import functools
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+
+Kernels = Literal["auto", "triton", "torch"]
+KERNELS = ("auto", "triton", "torch")
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_CAPABILITY = (8, 0)
+
+
+class KernelChoiceError(ValueError):
+    """The implementation asked for cannot run here; one line says why and what to do."""
+
+
+def uses_triton(kernels: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """True for the Triton kernels, False for plain PyTorch.
+
+    "auto" takes Triton on a CUDA device that has it (compute capability 8.0 and newer) and
+    PyTorch elsewhere; "triton" on a CPU runs under Triton's interpreter (TRITON_INTERPRET=1).
+
+    Raises:
+        KernelChoiceError: an unknown name, or "triton" where it cannot run.
+    """
+    if kernels not in KERNELS:
+        raise KernelChoiceError(f"kernels = {kernels!r} must be one of {', '.join(KERNELS)}")
+    if kernels == "torch":
+        return False
+    reason = _why_not(device, dtype)
+    if reason and kernels == "triton":
+        raise KernelChoiceError(
+            f'kernels = "triton" cannot be used: {reason}; use kernels = "auto" or "torch"'
+        )
+    # The interpreter is for tests: it is asked for by name, never chosen.
+    return not reason and (kernels == "triton" or device.type == "cuda")
+
+
+def is_interpreted() -> bool:
+    """Triton's interpreter is on; decided by the environment before triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _why_not(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the Triton kernels cannot run on these tensors, or ""."""
+    if not _has_triton():
+        return "the package triton is not installed"
+    if dtype not in TRITON_DTYPES:
+        return f"it does not compute in {dtype}"
+    if is_interpreted():
+        return ""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"the tensors are on {device.type}, and it runs on CUDA devices"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return f"the device's compute capability {capability} is older than {_LEAST_CAPABILITY}"
+    return ""
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,89 @@
+"""Layers for whose shapes kernels are compiled without a device: tensors without memory.
+
+Shape legend: T tokens, K top-k, N = T * K routed rows, R rows of a chunk, D model dimension, F
+expert hidden dimension, g experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from relay_kernels.activation import SwiGLU
+from relay_kernels.chunk import Chunk
+from relay_kernels.tuning import shape_class
+
+_CHUNK_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class ExampleLayer:
+    """Shapes of one layer on one rank that holds all its experts."""
+
+    name: str
+    dim: int
+    expert_dim: int
+    num_experts: int
+    top_k: int
+    num_tokens: int = 16384
+    has_biases: bool = False
+    is_clamped: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens * self.top_k
+
+    def activation(self) -> SwiGLU:
+        return SwiGLU(1.702, 7.0, 1.0) if self.is_clamped else SwiGLU()
+
+    def chunk(self) -> Chunk:
+        rows_N = _meta((self.num_rows,), torch.int32)
+        offsets_G = _meta((self.num_experts + 1,), torch.int32)
+        rows_per_expert = self.num_rows // self.num_experts
+        last = min(_CHUNK_ROWS, self.num_rows)
+        return Chunk(rows_N, offsets_G, 0, last, self.top_k, rows_per_expert)
+
+    def shape_class(self, dtype: torch.dtype) -> str:
+        rows_per_expert = self.num_rows // self.num_experts
+        return shape_class(rows_per_expert, self.dim, self.expert_dim, dtype)
+
+    def tokens(self, dtype: torch.dtype) -> torch.Tensor:
+        """T x D: x, out, dout, dx."""
+        return _meta((self.num_tokens, self.dim), dtype)
+
+    def rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """R x D."""
+        return _meta((_CHUNK_ROWS, self.dim), dtype)
+
+    def hidden(self, dtype: torch.dtype) -> torch.Tensor:
+        """R x F: a, dh1, dh3."""
+        return _meta((_CHUNK_ROWS, self.expert_dim), dtype)
+
+    def scores(self) -> torch.Tensor:
+        return _meta((self.num_rows,), torch.float32)
+
+    def positions(self) -> torch.Tensor:
+        return _meta((self.num_rows,), torch.int32)
+
+    def weights(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+        """w1, w2, w3, b1, b2, b3; also the shapes of their gradients."""
+        experts, dim, hidden = self.num_experts, self.dim, self.expert_dim
+        shapes = [(experts, hidden, dim), (experts, dim, hidden), (experts, hidden, dim)]
+        biases = [(experts, hidden), (experts, dim), (experts, hidden)]
+        tensors: list[torch.Tensor | None] = [_meta(shape, dtype) for shape in shapes]
+        tensors += [_meta(shape, dtype) if self.has_biases else None for shape in biases]
+        return tuple(tensors)
+
+
+# One per shape class and feature: many narrow experts, few wide ones, few rows each, biases with
+# the clamped activation, and sizes that no tile and no vector load divides.
+EXAMPLE_LAYERS = (
+    ExampleLayer("narrow", 2048, 768, 128, 8),
+    ExampleLayer("wide", 4096, 14336, 8, 2),
+    ExampleLayer("few_rows", 2048, 768, 128, 8, num_tokens=512),
+    ExampleLayer("biases", 2880, 2880, 32, 4, has_biases=True, is_clamped=True),
+    ExampleLayer("odd", 1001, 999, 7, 3),
+)
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,190 @@
+"""Forward kernels: gather + up and gate products + SwiGLU; down product + score + sum per token.
+
+Shape legend: T tokens, K top-k, N = T * K routed rows (row ``t * K + k``), R rows of the chunk, D
+model dimension, F expert hidden dimension, g experts, M x N x K a tile's rows, columns and depth.
+
+Loads beyond an edge repeat the last row or column, whose results are not stored; along the summed
+dimension they give zero. All strides are the tensors' own, so that any view is a valid operand.
+"""
+
+import triton
+import triton.language as tl
+
+from relay_kernels.triton.common import (
+    add_to_memory,
+    locate,
+    product,
+    row_tile_ends,
+    swiglu,
+    total,
+)
+
+# Values that change from call to call must not lead to a compilation each.
+_CHANGING = ["first", "last", "num_experts"]
+_UNALIGNED = ["rows_ptr", "offsets_ptr", "scores_ptr", "positions_ptr"]
+
+
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_UNALIGNED)
+def up_gate_kernel(
+    a_ptr,
+    x_ptr,
+    rows_ptr,
+    offsets_ptr,
+    w1_ptr,
+    w3_ptr,
+    b1_ptr,
+    b3_ptr,
+    first,
+    last,
+    num_experts,
+    dim,
+    expert_dim,
+    stride_ar,
+    stride_xt,
+    stride_xd,
+    stride_w1e,
+    stride_w1f,
+    stride_w1d,
+    stride_w3e,
+    stride_w3f,
+    stride_w3d,
+    stride_b1e,
+    stride_b1f,
+    stride_b3e,
+    stride_b3f,
+    TOP_K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """``a[i - first] = act(W1 x[rows[i] // K] + b1, W3 x[rows[i] // K] + b3)``."""
+    ends_G = row_tile_ends(offsets_ptr, first, last, num_experts, EXPERTS, BLOCK_M)
+    num_columns = tl.cdiv(expert_dim, BLOCK_N)
+    num_tiles = total(ends_G) * num_columns
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, start, end, row_tile, column = locate(
+            tile, ends_G, num_columns, offsets_ptr, first, last, GROUP_M
+        )
+        i_M = start + row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        f_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        d_K = tl.arange(0, BLOCK_K)
+        token_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32) // TOP_K
+        inside_N = tl.minimum(f_N, expert_dim - 1).to(tl.int64)
+        x_MK = x_ptr + token_M.to(tl.int64)[:, None] * stride_xt + d_K[None, :] * stride_xd
+        w1_KN = w1_ptr + expert.to(tl.int64) * stride_w1e
+        w1_KN += inside_N[None, :] * stride_w1f + d_K[:, None] * stride_w1d
+        w3_KN = w3_ptr + expert.to(tl.int64) * stride_w3e
+        w3_KN += inside_N[None, :] * stride_w3f + d_K[:, None] * stride_w3d
+        h1_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        h3_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for d in range(0, dim, BLOCK_K):
+            if EVEN_K:
+                x, w1, w3 = tl.load(x_MK), tl.load(w1_KN), tl.load(w3_KN)
+            else:
+                is_inside_K = d_K < dim - d
+                x = tl.load(x_MK, mask=is_inside_K[None, :], other=0.0)
+                w1 = tl.load(w1_KN, mask=is_inside_K[:, None], other=0.0)
+                w3 = tl.load(w3_KN, mask=is_inside_K[:, None], other=0.0)
+            h1_MN = product(x, w1, h1_MN, INPUT_PRECISION)
+            h3_MN = product(x, w3, h3_MN, INPUT_PRECISION)
+            x_MK += BLOCK_K * tl.cast(stride_xd, tl.int64)
+            w1_KN += BLOCK_K * tl.cast(stride_w1d, tl.int64)
+            w3_KN += BLOCK_K * tl.cast(stride_w3d, tl.int64)
+        if b1_ptr is not None:
+            b1_N = tl.load(b1_ptr + expert.to(tl.int64) * stride_b1e + inside_N * stride_b1f)
+            b3_N = tl.load(b3_ptr + expert.to(tl.int64) * stride_b3e + inside_N * stride_b3f)
+            h1_MN += b1_N.to(tl.float32)[None, :]
+            h3_MN += b3_N.to(tl.float32)[None, :]
+        a_MN = swiglu(h1_MN, h3_MN, ALPHA, LIMIT, UP_OFFSET)
+        out_MN = a_ptr + (i_M - first).to(tl.int64)[:, None] * stride_ar + f_N[None, :]
+        is_stored_MN = (i_M < end)[:, None] & (f_N < expert_dim)[None, :]
+        tl.store(out_MN, a_MN.to(a_ptr.dtype.element_ty), mask=is_stored_MN)
+
+
+@triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_UNALIGNED)
+def down_kernel(
+    out_ptr,
+    positions_ptr,
+    a_ptr,
+    scores_ptr,
+    rows_ptr,
+    offsets_ptr,
+    w2_ptr,
+    b2_ptr,
+    first,
+    last,
+    num_experts,
+    dim,
+    expert_dim,
+    stride_out,
+    stride_ar,
+    stride_w2e,
+    stride_w2d,
+    stride_w2f,
+    stride_b2e,
+    stride_b2d,
+    TOP_K: tl.constexpr,
+    SCATTERS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """``y = scores[rows[i]] * (W2 a[i - first] + b2)``, summed into ``out[rows[i] // K]``.
+
+    Without ``SCATTERS`` it is stored to ``out[i - first]``, and ``positions[rows[i]] = i`` says
+    where: ``sum_rows_kernel`` adds the rows in a fixed order.
+    """
+    ends_G = row_tile_ends(offsets_ptr, first, last, num_experts, EXPERTS, BLOCK_M)
+    num_columns = tl.cdiv(dim, BLOCK_N)
+    num_tiles = total(ends_G) * num_columns
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, start, end, row_tile, column = locate(
+            tile, ends_G, num_columns, offsets_ptr, first, last, GROUP_M
+        )
+        i_M = start + row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        d_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        f_K = tl.arange(0, BLOCK_K)
+        r_M = (tl.minimum(i_M, end - 1) - first).to(tl.int64)
+        inside_N = tl.minimum(d_N, dim - 1).to(tl.int64)
+        a_MK = a_ptr + r_M[:, None] * stride_ar + f_K[None, :]
+        w2_KN = w2_ptr + expert.to(tl.int64) * stride_w2e
+        w2_KN += inside_N[None, :] * stride_w2d + f_K[:, None] * stride_w2f
+        y_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for f in range(0, expert_dim, BLOCK_K):
+            if EVEN_K:
+                a, w2 = tl.load(a_MK), tl.load(w2_KN)
+            else:
+                is_inside_K = f_K < expert_dim - f
+                a = tl.load(a_MK, mask=is_inside_K[None, :], other=0.0)
+                w2 = tl.load(w2_KN, mask=is_inside_K[:, None], other=0.0)
+            y_MN = product(a, w2, y_MN, INPUT_PRECISION)
+            a_MK += BLOCK_K
+            w2_KN += BLOCK_K * tl.cast(stride_w2f, tl.int64)
+        if b2_ptr is not None:
+            b2_N = tl.load(b2_ptr + expert.to(tl.int64) * stride_b2e + inside_N * stride_b2d)
+            y_MN += b2_N.to(tl.float32)[None, :]
+        row_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32)
+        score_M = tl.load(scores_ptr + row_M).to(tl.float32)
+        y_MN *= score_M[:, None]
+        is_stored_MN = (i_M < end)[:, None] & (d_N < dim)[None, :]
+        if SCATTERS:
+            token_M = (row_M // TOP_K).to(tl.int64)
+            out_MN = out_ptr + token_M[:, None] * stride_out + d_N[None, :]
+            add_to_memory(out_MN, y_MN, is_stored_MN)
+        else:
+            out_MN = out_ptr + r_M[:, None] * stride_out + d_N[None, :]
+            tl.store(out_MN, y_MN.to(out_ptr.dtype.element_ty), mask=is_stored_MN)
+            # One column's programs note the positions.
+            noted_end = tl.where(column == 0, end, start)
+            tl.store(positions_ptr + row_M, i_M, mask=i_M < noted_end)

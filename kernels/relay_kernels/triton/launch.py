@@ -1,0 +1,155 @@
+"""One launch of a kernel: its arguments and configuration, to run here or to compile elsewhere."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from relay_kernels.activation import SwiGLU
+from relay_kernels.choice import is_interpreted
+from relay_kernels.chunk import Chunk
+from relay_kernels.triton.registry import KernelVariant
+from relay_kernels.tuning import TunedConfig, arch_of, shape_class, tuned_config
+
+# The interpreter runs one program after another; two show that programs share the tiles rightly.
+_INTERPRETED_PROGRAMS = 2
+_TRITON_TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_ALIGNMENT = 16  # what Triton takes pointers and sizes to be divisible by when they are
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``arguments`` (tensors, None, numbers) and constants, by name."""
+
+    function: Any
+    arguments: Mapping[str, Any]
+    constexprs: Mapping[str, Any]
+    config: TunedConfig
+
+    def run(self, grid: tuple[int, ...]) -> None:
+        self.function[grid](
+            **self.arguments,
+            **self.constexprs,
+            **self.config.constexprs,
+            num_warps=self.config.num_warps,
+            num_stages=self.config.num_stages,
+        )
+
+    def variant(self, name: str, *, needs_tensor_cores: bool) -> KernelVariant:
+        """This launch as something to compile. Tensors may be on the meta device.
+
+        Arguments are specialised as Triton's own launcher does it: an integer of 1 becomes a
+        constant, and those divisible by 16, like aligned pointers, are known to be.
+        """
+        signature: dict[str, str] = {}
+        constexprs: dict[str, Any] = {**self.constexprs, **self.config.constexprs}
+        divisible = []
+        for parameter in self.function.params:
+            argument = parameter.name
+            if argument in constexprs:
+                signature[argument] = "constexpr"
+                continue
+            value = self.arguments[argument]
+            specialises = not parameter.do_not_specialize
+            if value is None or (specialises and type(value) is int and value == 1):
+                signature[argument], constexprs[argument] = "constexpr", value
+                continue
+            signature[argument] = _triton_type(value)
+            aligns = specialises and not parameter.do_not_specialize_on_alignment
+            if aligns and not isinstance(value, float) and _is_divisible(value):
+                divisible.append(argument)
+        return KernelVariant(
+            name,
+            self.function,
+            signature,
+            constexprs,
+            tuple(divisible),
+            self.config.num_warps,
+            self.config.num_stages,
+            needs_tensor_cores,
+        )
+
+
+def _triton_type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"*{_TRITON_TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _is_divisible(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True  # a fresh allocation is
+    return value % _ALIGNMENT == 0
+
+
+def config_for(
+    kernel: str, chunk: Chunk, dim: int, expert_dim: int, operand: torch.Tensor
+) -> TunedConfig:
+    """The tuned configuration of a kernel for this chunk of this layer on this device."""
+    of_class = shape_class(chunk.rows_per_expert, dim, expert_dim, operand.dtype)
+    return tuned_config(kernel, arch_of(operand.device), of_class, operand.dtype)
+
+
+def num_programs(chunk: Chunk, width: int, config: TunedConfig, device: torch.device) -> int:
+    """Persistent programs for the tiles of a chunk's rows and ``width`` columns.
+
+    How many tiles there are is known on the device alone; at most one more row tile for each
+    expert than for rows of one.
+    """
+    block_m, block_n = config.constexprs["BLOCK_M"], config.constexprs["BLOCK_N"]
+    num_row_tiles = cdiv(chunk.num_rows, block_m) + min(chunk.num_experts, chunk.num_rows) - 1
+    most = _INTERPRETED_PROGRAMS
+    if not is_interpreted():
+        most = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(most * config.programs_per_processor, num_row_tiles * cdiv(width, block_n))
+
+
+def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
+    """The arguments by which kernels know a chunk."""
+    return {
+        "rows_ptr": chunk.rows_N,
+        "offsets_ptr": chunk.offsets_G,
+        "first": chunk.first,
+        "last": chunk.last,
+        "num_experts": chunk.num_experts,
+    }
+
+
+def activation_constexprs(activation: SwiGLU) -> dict[str, Any]:
+    return {
+        "ALPHA": activation.alpha,
+        "LIMIT": activation.limit if activation.is_clamped else None,
+        "UP_OFFSET": activation.up_offset,
+    }
+
+
+def strides(prefix: str, dims: str, tensor: torch.Tensor | None) -> dict[str, int]:
+    """``{prefix + dim: stride}``; zeros for a tensor that is not there."""
+    values = (0,) * len(dims) if tensor is None else tensor.stride()
+    return {f"{prefix}{dim}": value for dim, value in zip(dims, values, strict=True)}
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """How float32 operands are multiplied: as the user set it for all matrix products."""
+    if dtype != torch.float32:
+        return "ieee"
+    precision = torch.get_float32_matmul_precision()
+    return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[precision]
+
+
+def cdiv(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def power_of_2(number: int) -> int:
+    """The least power of 2 that is not less."""
+    return 1 << max(0, number - 1).bit_length()

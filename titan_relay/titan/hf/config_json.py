@@ -1,0 +1,181 @@
+"""`[model]` from a `config.json`, a `config.json` from `[model]`, and whether two of them agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from titan_relay.config.keys import REQUIRED as NO_DEFAULT
+from titan_relay.config.keys import keys
+from titan_relay.config.schema import ModelConfig
+from titan_relay.config.toml_text import toml_value
+from titan_relay.titan.hf.architectures import ARCHITECTURES, REQUIRED, Architecture, Key
+from titan_relay.titan.hf.errors import HfError
+
+# Number of layers behind the model's own that only predict further tokens, as files call it.
+_MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first key in which `[model]` and a `config.json` are not the same model."""
+
+    toml: str
+    value: Any
+    name: str
+    theirs: Any
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a `config.json`, by its `model_type`.
+
+    Raises:
+        HfError: no family of this project is of that type.
+    """
+    for each in ARCHITECTURES:
+        if each.model_type == config.get("model_type"):
+            return each
+    known = ", ".join(each.model_type for each in ARCHITECTURES)
+    raise HfError(
+        f"config.json: model_type = {config.get('model_type')!r}: no family for it; there are "
+        f"families for {known}"
+    )
+
+
+def normalised(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with the rotary embedding's keys at the top level, wherever the file has them.
+
+    Files of transformers 5 have them in `rope_parameters`, older ones `rope_theta` at the top and
+    the rest, where it is not the default, in `rope_scaling`.
+    """
+    flat = dict(config)
+    flat.setdefault("rope_type", "default")
+    for name in ("rope_scaling", "rope_parameters"):
+        inner = flat.pop(name, None) or {}
+        if "type" in inner:
+            inner = {"rope_type": inner["type"], **inner}
+        flat.update(inner)
+    return flat
+
+
+def model_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `[model]` by key, such as "moe.top_k", from a `config.json`.
+
+    Raises:
+        HfError: an unknown architecture, a key that is missing, or a value that the family lacks.
+    """
+    architecture = architecture_of(config)
+    flat = _completed(normalised(config), architecture)
+    for name, allowed in architecture.only.items():
+        if name in flat and flat[name] not in allowed:
+            raise HfError(
+                f"config.json: {name} = {flat[name]!r}: family {architecture.family} computes only "
+                f"{' or '.join(repr(each) for each in allowed)}"
+            )
+    values = {"family": architecture.family, **architecture.fixed}
+    for key in architecture.keys:
+        values[key.toml] = _read(key, flat)
+    return values
+
+
+def _read(key: Key, config: Mapping[str, Any]) -> Any:
+    for name in key.names:
+        if config.get(name) is not None:
+            return config[name] if key.read is None else key.read(config[name], config)
+    return key.default(config) if callable(key.default) else key.default
+
+
+def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Fill in what a file leaves out because it is the default of its class in transformers."""
+    lacking = [
+        key.names[0]
+        for key in architecture.keys
+        if key.default is REQUIRED and all(config.get(name) is None for name in key.names)
+    ]
+    if not lacking:
+        return config
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        raise HfError(
+            f"config.json has no {', '.join(lacking)}; only transformers knows the defaults: "
+            "pip install transformers"
+        ) from error
+    full = CONFIG_MAPPING[architecture.model_type].from_dict(dict(config)).to_dict()
+    return {**normalised(full), **config}
+
+
+def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """A `config.json` for `[model]`; `dtype` is that of the weights, such as "bfloat16".
+
+    Raises:
+        HfError: Hugging Face's class cannot compute this model.
+    """
+    architecture = next(each for each in ARCHITECTURES if each.family == model.family)
+    for toml, value in architecture.fixed.items():
+        if value_of(model, toml) != value:
+            raise HfError(
+                f"model.{toml} = {toml_value(value_of(model, toml))}: "
+                f"{architecture.class_name} has only {toml_value(value)}"
+            )
+    config: dict[str, Any] = {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # the same key as older readers call it
+    }
+    config |= {name: allowed[0] for name, allowed in architecture.only.items()}
+    for key in architecture.keys:
+        value = value_of(model, key.toml) if key.write is None else key.write(model)
+        config |= dict.fromkeys(key.names, value)
+    config["rope_parameters"] = {
+        "rope_type": config.pop("rope_type"),
+        "rope_theta": config["rope_theta"],
+    }
+    return config
+
+
+def first_difference(model: ModelConfig, config: Mapping[str, Any]) -> Difference | None:
+    """The first key in which the two are different models; None if they are the same.
+
+    Raises:
+        HfError: as `model_of`.
+    """
+    architecture = architecture_of(config)
+    theirs = model_of(config)
+    names = {key.toml: key.names[0] for key in architecture.keys if not key.choice}
+    for toml in ("family", *names, *architecture.fixed):
+        value = value_of(model, toml)
+        if value != theirs[toml]:
+            return Difference(f"model.{toml}", value, names.get(toml, "model_type"), theirs[toml])
+    return None
+
+
+def mtp_layers(config: Mapping[str, Any]) -> range:
+    """Layers of a folder's weights that only predict further tokens; they are not trained here."""
+    counts = [config[name] for name in _MTP_NAMES if config.get(name)]
+    first = config.get("num_hidden_layers", 0)
+    return range(first, first + (counts[0] if counts else 0))
+
+
+def value_of(model: ModelConfig, toml: str) -> Any:
+    """The value of a key below [model]."""
+    value: Any = model
+    for name in toml.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def toml_of(config: Mapping[str, Any]) -> str:
+    """The `[model]` sections of a `config.json`, as text; keys at their default are left out."""
+    values = model_of(config)
+    sections: dict[str, list[str]] = {}
+    for path, key in keys().items():
+        if not path.startswith("model."):
+            continue
+        toml = path.removeprefix("model.")
+        if toml not in values or (key.default is not NO_DEFAULT and values[toml] == key.default):
+            continue
+        sections.setdefault(key.section, []).append(f"{key.name} = {toml_value(values[toml])}")
+    return "\n".join(f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in sections.items())

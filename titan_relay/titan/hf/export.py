@@ -1,0 +1,84 @@
+"""What an exported folder has besides weights, and how its weights are cut into files.
+
+Used by the conversion of a checkpoint and by a run that writes its last checkpoint this way.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_relay.config.schema import ModelConfig, TokenizerConfig
+from titan_relay.config.toml_text import toml_value
+from titan_relay.titan.hf.config_json import config_of, first_difference, mtp_layers
+from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.hf.folder import CONFIG, read_config, read_json, tokenizer_files
+
+SHARD_BYTES = 5 * 10**9  # as transformers cuts
+
+
+def shard_numbers(sizes_bytes: dict[str, int], shard_bytes: int) -> dict[str, int]:
+    """The number, from 1, of each tensor's file: in order, no file larger than `shard_bytes`
+    unless one tensor is."""
+    shard, size_bytes = 1, 0
+    numbers: dict[str, int] = {}
+    for name, num_bytes in sizes_bytes.items():
+        if size_bytes and size_bytes + num_bytes > shard_bytes:
+            shard, size_bytes = shard + 1, 0
+        numbers[name] = shard
+        size_bytes += num_bytes
+    return numbers
+
+
+def shard_files(sizes_bytes: dict[str, int], shard_bytes: int) -> dict[str, str]:
+    """The name of each tensor's file."""
+    numbers = shard_numbers(sizes_bytes, shard_bytes)
+    last = max(numbers.values())
+    if last == 1:
+        return dict.fromkeys(numbers, "model.safetensors")
+    return {name: f"model-{n:05}-of-{last:05}.safetensors" for name, n in numbers.items()}
+
+
+def tokenizer_of(settings: TokenizerConfig) -> list[Path]:
+    """The files of a run's tokenizer."""
+    path = Path(settings.path)
+    if path.is_dir():
+        return tokenizer_files(path)
+    return [path] if path.is_file() else []
+
+
+def exported_config(model: ModelConfig, assets: Path | None, dtype: torch.dtype) -> dict[str, Any]:
+    """The `config.json` to write: that of `assets` where it has one, else made from `[model]`.
+
+    Raises:
+        HfError: the one of `assets` is of another model, or Hugging Face cannot compute this one.
+    """
+    dtype_name = str(dtype).removeprefix("torch.")
+    if assets is None or not (assets / CONFIG).is_file():
+        return config_of(model, dtype_name)
+    config = read_config(assets)
+    difference = first_difference(model, config)
+    if difference is not None:
+        raise HfError(
+            f"{difference.toml} = {toml_value(difference.value)}: {assets / CONFIG} has "
+            f"{difference.name} = {toml_value(difference.theirs)}"
+        )
+    for name in ("dtype", "torch_dtype"):
+        if name in config:
+            config[name] = dtype_name
+    if len(mtp_layers(config)):
+        config["num_nextn_predict_layers"] = 0  # those layers were not trained and are not there
+    return config
+
+
+def write_assets(out: Path, config: dict[str, Any], files: list[Path] | None) -> None:
+    """Copy `files`, and see that `config.json` is `config`."""
+    for file in files or []:
+        shutil.copyfile(file, out / file.name)
+    unchanged = (out / CONFIG).is_file() and read_json(out / CONFIG) == config
+    if not unchanged:
+        (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,162 @@
+"""From a Hugging Face folder to a checkpoint of this project, a few tensors at a time.
+
+The checkpoint gets a folder `hf` beside its weights, with the configuration, the tokenizer and the
+index of the source, from which `to_hf` restores them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from torchtitan.tools.logging import logger
+
+from titan_relay.config.schema import ModelConfig
+from titan_relay.config.toml_text import toml_value
+from titan_relay.titan.hf.check_weights import check_weights
+from titan_relay.titan.hf.config_json import first_difference, mtp_layers
+from titan_relay.titan.hf.dcp import METADATA, PartsWriter, StoredTensor
+from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.hf.folder import INDEX, HfFolder, asset_files, open_folder, read_config
+from titan_relay.titan.hf.names import Entry, NameMap
+from titan_relay.titan.hf.progress import Journal, Progress
+
+ASSETS = "hf"
+JOURNAL = ".conversion.jsonl"
+_PART_BYTES = 256 * 2**20
+
+
+def from_hf(
+    source: Path, model: ModelConfig, out: Path, *, dtype: torch.dtype | None = None, skip: str = ""
+) -> None:
+    """Convert; goes on where an earlier call with the same arguments was killed.
+
+    Args:
+        dtype: of the parameters; None keeps the source's.
+        skip: a regular expression of tensors to leave out although the model lacks them.
+
+    Raises:
+        HfError: source and model do not fit, or `out` cannot be written to.
+    """
+    folder, names = open_checked(source, model, skip=skip)
+    tensors = _stored_tensors(names, folder, dtype)
+    if (out / METADATA).exists():
+        raise HfError(f"{out} is a complete checkpoint already; name another folder, or delete it")
+    parts = _parts(tensors)
+    work = [[source.name, str(dtype)], folder.fingerprint(), [list(each) for each in parts]]
+    journal = open_journal(out, work, sum(each.num_bytes for each in tensors.values()))
+    writer = PartsWriter(out, parts, lambda name: _value(names, folder, name, tensors[name].dtype))
+    progress = Progress("from-hf", len(tensors), sum(each.num_bytes for each in tensors.values()))
+    for index, part in enumerate(parts):
+        num_bytes = sum(each.num_bytes for each in part.values())
+        if str(index) in journal.done:
+            progress.skip(len(part), num_bytes)
+            continue
+        journal.add(str(index), writer.write(index))
+        progress.advance(next(iter(part)), num_bytes, len(part))
+    _copy_assets(source, out / ASSETS)
+    writer.finish([journal.done[str(index)] for index in range(len(parts))])
+    journal.remove()
+
+
+def open_checked(source: Path, model: ModelConfig, *, skip: str = "") -> tuple[HfFolder, NameMap]:
+    """A folder that has exactly the model's configuration and tensors.
+
+    Raises:
+        HfError: it has not; one line with the first difference, the whole list is logged.
+    """
+    config = read_config(source)
+    difference = first_difference(model, config)
+    if difference is not None:
+        raise HfError(
+            f"{difference.toml} = {toml_value(difference.value)}: {source / 'config.json'} has "
+            f"{difference.name} = {toml_value(difference.theirs)}; "
+            "`scripts/convert_hf.py config` prints the [model] of a folder"
+        )
+    folder = open_folder(source)
+    names = NameMap(model)
+    check = check_weights(names, folder, mtp_layers=mtp_layers(config), skip=skip)
+    check.log()
+    if not check.ok:
+        raise HfError(f"{source} does not have the model's tensors: {check.summary()}")
+    return folder, names
+
+
+def open_journal(out: Path, work: object, num_bytes: int) -> Journal:
+    """The journal of a conversion into `out`, once there is room for what is still to be written.
+
+    Raises:
+        HfError: the folder cannot be made, holds something else, or the disk is too small.
+    """
+    path = out / JOURNAL
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not path.exists() and any(out.iterdir()):
+            raise HfError(f"{out} is not empty; name another folder, or delete it")
+        free_bytes = shutil.disk_usage(out).free
+        there_bytes = sum(each.stat().st_blocks * 512 for each in out.iterdir() if each.is_file())
+        if num_bytes > free_bytes + there_bytes:
+            raise HfError(
+                f"{out}: {num_bytes / 1e9:.1f} GB are to be written, and "
+                f"{(free_bytes + there_bytes) / 1e9:.1f} GB are free"
+            )
+        return Journal(path, work)
+    except OSError as error:
+        raise HfError(f"{out} cannot be written to: {error.strerror}") from error
+
+
+def _stored_tensors(
+    names: NameMap, folder: HfFolder, dtype: torch.dtype | None
+) -> dict[str, StoredTensor]:
+    tensors = {}
+    for entry in names.entries:
+        if not entry.parts and not entry.is_buffer:
+            raise HfError(f"{entry.name} has no name in Hugging Face's folders")
+        tensors[entry.name] = StoredTensor(entry.shape, _dtype(entry, folder, dtype))
+    zero = [entry.name for entry in names.entries if not entry.parts]
+    if zero:
+        logger.info(f"{len(zero)} buffers that Hugging Face does not have start at zero: {zero[0]}")
+    return tensors
+
+
+def _dtype(entry: Entry, folder: HfFolder, dtype: torch.dtype | None) -> torch.dtype:
+    if not entry.parts:
+        return entry.dtype
+    if dtype is not None and not entry.is_buffer:
+        return dtype
+    dtypes = {folder.places[name].dtype for name in entry.parts}
+    if len(dtypes) > 1:
+        kinds = " and ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+        raise HfError(
+            f"{folder.path}: the tensors of {entry.name} are {kinds}; choose one with --dtype"
+        )
+    return dtypes.pop()
+
+
+def _value(names: NameMap, folder: HfFolder, name: str, dtype: torch.dtype) -> torch.Tensor:
+    entry = names.by_name[name]
+    if not entry.parts:
+        return torch.zeros(entry.shape, dtype=dtype)
+    values = {part: folder.read(part).to(dtype) for part in entry.parts}
+    return names.from_hf(entry, values).contiguous()
+
+
+def _parts(tensors: dict[str, StoredTensor]) -> list[dict[str, StoredTensor]]:
+    """Neighbours together until a part is large enough; a writer holds a part in memory."""
+    parts: list[dict[str, StoredTensor]] = [{}]
+    size_bytes = 0
+    for name, each in tensors.items():
+        if parts[-1] and size_bytes + each.num_bytes > _PART_BYTES:
+            parts.append({})
+            size_bytes = 0
+        parts[-1][name] = each
+        size_bytes += each.num_bytes
+    return parts
+
+
+def _copy_assets(source: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    index = source / INDEX
+    for file in [*asset_files(source), *([index] if index.is_file() else [])]:
+        shutil.copyfile(file, target / file.name)
