@@ -1,4 +1,4 @@
-"""The forward ops, Triton's and PyTorch's, against float64: on a GPU, or by Triton's interpreter."""
+"""The forward ops, Triton's and PyTorch's, against float64; without a GPU by its interpreter."""
 
 import pytest
 import torch

@@ -11,6 +11,7 @@ import torch
 from relay_kernels.activation import SwiGLU
 from relay_kernels.chunk import Chunk
 from relay_kernels.tuning import shape_class
+from relay_kernels.weights import ExpertWeights
 
 _CHUNK_ROWS = 4096
 
@@ -64,14 +65,14 @@ class ExampleLayer:
     def positions(self) -> torch.Tensor:
         return _meta((self.num_rows,), torch.int32)
 
-    def weights(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
-        """w1, w2, w3, b1, b2, b3; also the shapes of their gradients."""
+    def weights(self, dtype: torch.dtype) -> ExpertWeights:
+        """The experts, or their gradients."""
         experts, dim, hidden = self.num_experts, self.dim, self.expert_dim
-        shapes = [(experts, hidden, dim), (experts, dim, hidden), (experts, hidden, dim)]
-        biases = [(experts, hidden), (experts, dim), (experts, hidden)]
-        tensors: list[torch.Tensor | None] = [_meta(shape, dtype) for shape in shapes]
-        tensors += [_meta(shape, dtype) if self.has_biases else None for shape in biases]
-        return tuple(tensors)
+        shapes: list[tuple[int, ...]] = [(experts, hidden, dim), (experts, dim, hidden)]
+        shapes += [(experts, hidden, dim)]
+        if self.has_biases:
+            shapes += [(experts, hidden), (experts, dim), (experts, hidden)]
+        return ExpertWeights(*[_meta(shape, dtype) for shape in shapes])
 
 
 # One per shape class and feature: many narrow experts, few wide ones, few rows each, biases with

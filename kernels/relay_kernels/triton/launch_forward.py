@@ -192,13 +192,14 @@ def variants(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[Ker
     of_class = layer.shape_class(dtype)
     x_TD, a_RF, y_RD = layer.tokens(dtype), layer.hidden(dtype), layer.rows(dtype)
     scores_N, positions_N = layer.scores(), layer.positions()
-    w1_gFD, w2_gDF, w3_gFD, b1_gF, b2_gD, b3_gF = layer.weights(dtype)
+    weights, activation = layer.weights(dtype), layer.activation()
+    w1_gFD, w2_gDF, w3_gFD = weights.w1_gFD, weights.w2_gDF, weights.w3_gFD
     suffix = f"{layer.name}/{dtype}".replace("torch.", "")
     multiplies = dtype != torch.float32  # float32 products are exact, in no tensor core
 
     config = tuned_config("up_gate", arch, of_class, dtype)
     launch = up_gate_launch(
-        a_RF, x_TD, chunk, w1_gFD, w3_gFD, b1_gF, b3_gF, layer.activation(), config
+        a_RF, x_TD, chunk, w1_gFD, w3_gFD, weights.b1_gF, weights.b3_gF, activation, config
     )  # fmt: skip
     yield launch.variant(f"up_gate/{suffix}", needs_tensor_cores=multiplies)
     config = tuned_config("down", arch, of_class, dtype)
@@ -206,7 +207,7 @@ def variants(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[Ker
         ("down_scatter", x_TD, None),
         ("down_rows", y_RD, positions_N),
     ):
-        launch = down_launch(into, positions, a_RF, scores_N, chunk, w2_gDF, b2_gD, config)
+        launch = down_launch(into, positions, a_RF, scores_N, chunk, w2_gDF, weights.b2_gD, config)
         yield launch.variant(f"{name}/{suffix}", needs_tensor_cores=multiplies)
     config = tuned_config("sum_rows", arch, "narrow", dtype)
     launch = sum_rows_launch(x_TD, y_RD, positions_N, chunk, config)
