@@ -1,6 +1,8 @@
 # Every target makes its own environment in .venv; a second call reuses it.
 #   make demo              train the demo model (DEMO_STEPS=360 goes on from its last checkpoint)
 #   make test              lint, types, tests
+#   make check-kernels     compile every kernel for every architecture, without a GPU (-oldest: with
+#                          the oldest triton)
 #   PYTHON=python3.12      the interpreter to make .venv with (3.11 or newer)
 #   PIP_ARGS="..."         more arguments for pip, such as the index of torch's CPU builds
 
@@ -8,10 +10,11 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 DEMO_STEPS ?= 300
+OLDEST_TRITON := 3.6.0
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test test-slow lint types format docs clean
+.PHONY: demo test test-slow check-kernels check-kernels-oldest lint types format docs clean
 
 demo: $(VENV)/.has-train
 	$(BIN)/python scripts/demo.py --steps $(DEMO_STEPS)
@@ -21,6 +24,17 @@ test: lint types
 
 test-slow: $(VENV)/.has-test
 	$(BIN)/python -m pytest -m slow
+
+check-kernels: $(VENV)/.has-test
+	$(BIN)/python scripts/check_kernels.py
+
+# The oldest triton that is supported, beside the installed one.
+check-kernels-oldest: $(VENV)/triton-$(OLDEST_TRITON)
+	PYTHONPATH=$< $(BIN)/python scripts/check_kernels.py
+
+$(VENV)/triton-$(OLDEST_TRITON): | $(VENV)/.has-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  --no-deps --target $@ triton==$(OLDEST_TRITON)
 
 lint: $(VENV)/.has-test
 	$(BIN)/ruff check .

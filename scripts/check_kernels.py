@@ -1,0 +1,145 @@
+"""Compile every kernel in every tuned configuration and read its machine code; needs no GPU.
+
+    python scripts/check_kernels.py --arch sm_80,sm_90,sm_100
+
+Prints a table: registers, spilled and stack bytes per thread, shared memory of a block, tensor-core
+instructions in loops, and how wide loads from global memory in loops are. Exit code 1 and a line
+per fault if a kernel does not compile, spills, has no tensor-core main loop, or needs more shared
+memory than the chip has. A second run takes what it can from Triton's cache.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+
+from kernel_check.chips import CHIPS
+from kernel_check.compile import Variant, measure
+from kernel_check.table import Row, table
+
+REGISTRY = "relay_kernels.triton.registry:variants"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+# Architecture, dtype's name, position in the registry: a kernel itself cannot cross processes.
+Job = tuple[str, str, int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("error: TRITON_INTERPRET = 1 turns the compiler off; unset it", file=sys.stderr)
+        return 2
+    begin_s = time.perf_counter()
+    jobs = [
+        (arch, dtype, index)
+        for arch in args.arch
+        for dtype in args.dtype
+        for index, variant in enumerate(_variants(args.registry, arch, dtype))
+        if any(text in variant.name for text in args.only)
+    ]
+    if not jobs:
+        print(f"error: no kernel's name contains {' or '.join(args.only)}", file=sys.stderr)
+        return 2
+    rows = sorted(_rows(args, jobs), key=lambda row: (row.name, args.arch.index(row.arch)))
+    print(table(rows))
+    lines = [line for row in rows for line in row.fault_lines()]
+    print(
+        f"\n{len(rows)} kernels for {', '.join(args.arch)} with triton {_triton_version()} in "
+        f"{time.perf_counter() - begin_s:.0f} s: {len(lines) or 'no'} fault"
+        f"{'' if len(lines) == 1 else 's'}"
+    )
+    for line in lines:
+        print(line, file=sys.stderr)
+    return 1 if lines else 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arch", type=_list_of(CHIPS), default=list(CHIPS), metavar="LIST",
+        help=f"comma-separated, of {', '.join(CHIPS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", type=_list_of(DTYPES), default=list(DTYPES), metavar="LIST",
+        help=f"comma-separated, of {', '.join(DTYPES)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT",
+        help="kernels whose name (KERNEL/LAYER/DTYPE) contains one of these",
+    )  # fmt: skip
+    parser.add_argument(
+        "--registry", default=REGISTRY, metavar="MODULE:FUNCTION",
+        help="what lists the kernels, called with architecture and dtype (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    return parser.parse_args(argv)
+
+
+class _list_of:  # argparse names a type by its function: lower case reads better in its messages
+    def __init__(self, allowed: Sequence[str] | dict) -> None:
+        self._allowed = list(allowed)
+
+    def __call__(self, text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in self._allowed:
+                raise argparse.ArgumentTypeError(
+                    f"{name!r} must be one of {', '.join(self._allowed)}"
+                )
+        return text.split(",")
+
+
+def _variants(registry: str, arch: str, dtype: str) -> list[Variant]:
+    module, _, function = registry.partition(":")
+    return list(getattr(importlib.import_module(module), function)(arch, DTYPES[dtype]))
+
+
+def _rows(args: argparse.Namespace, jobs: Sequence[Job]) -> Iterator[Row]:
+    """Every job's row, as they finish."""
+    # Fresh interpreters: a fork would copy threads that torch may have started.
+    context = multiprocessing.get_context("spawn")
+    workers = min(args.workers, len(jobs))
+    begin_s = time.perf_counter()
+    with ProcessPoolExecutor(workers, context) as pool:
+        pending = [pool.submit(_row, args.registry, *job) for job in jobs]
+        for count, done in enumerate(as_completed(pending), start=1):
+            yield done.result()
+            _show_progress(count, len(jobs), time.perf_counter() - begin_s)
+
+
+def _row(registry: str, arch: str, dtype: str, index: int) -> Row:
+    # A default of the compiler that a later version will change; said once per process.
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    variant = _variants(registry, arch, dtype)[index]
+    return Row.of(variant, arch, measure(variant, arch))
+
+
+def _show_progress(count: int, total: int, elapsed_s: float) -> None:
+    left_s = elapsed_s / count * (total - count)
+    text = f"kernel {count} of {total}, {left_s:.0f} s left"
+    if sys.stderr.isatty():
+        print(f"\r{text:<40}", end="" if count < total else "\r", file=sys.stderr, flush=True)
+    elif count % 25 == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(_ROOT), str(_ROOT / "kernels")]  # in every worker too
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Compile kernel variants for chips that are not there, and measure the machine code.
+
+Triton keeps what it has compiled in its own cache; measurements are kept beside it, so that a
+second check takes a moment.
+"""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from kernel_check.chips import CHIPS
+from kernel_check.sass import MachineCode, parse_resources
+
+
+class Variant(Protocol):
+    """A kernel in one configuration, as ``relay_kernels``'s registry lists it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def constexprs(self) -> Mapping[str, Any]: ...
+    @property
+    def num_warps(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def needs_tensor_cores(self) -> bool: ...
+    def compile(self, arch: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the compiler made of one variant for one architecture."""
+
+    registers: int = 0
+    stack_bytes: int = 0
+    spilled_bytes: int = 0
+    shared_bytes: int = 0
+    tensor_memory_columns: int = 0
+    tensor_core_names: tuple[str, ...] = ()
+    num_tensor_core: int = 0  # of the chip's own kind, inside loops
+    num_scalar_products: int = 0  # in the worst innermost loop without tensor cores
+    load_widths: Mapping[str, int] = field(default_factory=dict)
+    error: str = ""
+
+
+def measure(variant: Variant, arch: str) -> Measured:
+    """Compile, disassemble, count. A kernel that does not compile is a result with ``error``."""
+    try:
+        compiled = variant.compile(arch)
+    except Exception as error:  # a compiler fails in as many ways as it has passes
+        return Measured(error=_in_one_line(error))
+    cubin = compiled.asm["cubin"]
+    cached = _cache_file(cubin, arch, compiled.metadata)
+    if cached.exists():
+        return _read(cached)
+    measured = _measure_cubin(cubin, arch, compiled.metadata)
+    _write(cached, measured)
+    return measured
+
+
+def _measure_cubin(cubin: bytes, arch: str, metadata: Any) -> Measured:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        registers, stack_bytes = parse_resources(_cuobjdump("--dump-resource-usage", file))
+        code = MachineCode.parse(_cuobjdump("-sass", file))
+    pattern = CHIPS[arch].tensor_core
+    return Measured(
+        registers=registers,
+        stack_bytes=stack_bytes,
+        spilled_bytes=code.spilled_bytes,
+        shared_bytes=metadata.shared,
+        tensor_memory_columns=getattr(metadata, "tmem_size", None) or 0,
+        tensor_core_names=tuple(code.tensor_core_names()),
+        num_tensor_core=len(code.in_loops(pattern)),
+        num_scalar_products=code.scalar_products(pattern),
+        load_widths=dict(code.load_widths()),
+    )
+
+
+def _cuobjdump(option: str, file: Path) -> str:
+    import triton.backends.nvidia as nvidia
+
+    program = Path(next(iter(nvidia.__path__))) / "bin" / "cuobjdump"
+    done = subprocess.run([str(program), option, str(file)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{program} {option} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _in_one_line(error: Exception) -> str:
+    """What went wrong: a compiler's message ends with it, after the source that it quotes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
+
+
+def _cache_file(cubin: bytes, arch: str, metadata: Any) -> Path:
+    from triton import knobs
+
+    # The measuring code itself is part of the key.
+    key = hashlib.sha256(cubin)
+    key.update(str(metadata.shared).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        key.update(source.read_bytes())
+    return Path(knobs.cache.dir) / "relay_measured" / f"{key.hexdigest()}-{arch}.json"
+
+
+def _read(file: Path) -> Measured:
+    values = json.loads(file.read_text())
+    return Measured(**{**values, "tensor_core_names": tuple(values["tensor_core_names"])})
+
+
+def _write(file: Path, measured: Measured) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as whole:
+        json.dump(dataclasses.asdict(measured), whole)
+    Path(whole.name).replace(file)
