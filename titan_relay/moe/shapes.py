@@ -15,7 +15,7 @@ from titan_relay.moe.routing import TokenSlices
 # What "auto" aims at.
 _RING_BUFFER_UNITS = 2.0  # ring buffers of the backward, in copies of the tokens
 _TOKEN_SLICES = 2  # a ring of tokens has up to 7 blocks; each slice passes over all weights
-_CPU_ROWS_PER_STEP = 256  # a step's scratch stays within a core's second-level cache
+_CPU_ROWS_PER_STEP = 512  # fewer steps for 4 MiB more scratch than 256; measured fastest per byte
 _DEVICE_ROWS_PER_STEP = 4096  # enough tiles for every multiprocessor
 
 
