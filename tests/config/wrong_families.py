@@ -34,3 +34,62 @@ FAMILIES = [
         toml='[model]\nfamily = "qwen2_moe"',
     ),
 ]
+
+_MLA = '[model]\nfamily = "mla_moe"\nnum_kv_heads = 0\nhead_dim = 0\n'
+_WIDTHS = """
+[model.mla]
+kv_lora_rank = 16
+qk_nope_head_dim = 8
+qk_rope_head_dim = 4
+v_head_dim = 8
+"""
+
+FAMILIES += [
+    Wrong(
+        "latent attention without widths",
+        'case.toml: model.mla.kv_lora_rank = 0 (default): family "mla_moe" needs it; give it as it '
+        "is in the model",
+        toml=_MLA,
+    ),
+    Wrong(
+        "key heads of latent attention",
+        'case.toml: model.num_kv_heads = 4: family "mla_moe" has no such part; leave it out',
+        toml='[model]\nfamily = "mla_moe"\nnum_kv_heads = 4\nhead_dim = 0\n' + _WIDTHS,
+    ),
+    Wrong(
+        "odd rotated width",
+        "case.toml: model.mla.qk_rope_head_dim = 5: must be even for rotary embeddings; use 4 or 6",
+        toml=_MLA + _WIDTHS.replace("rope_head_dim = 4", "rope_head_dim = 5"),
+    ),
+    Wrong(
+        "all layers dense",
+        "case.toml: model.num_dense_layers = 4: must be below model.num_layers = 4, so that a "
+        "layer has experts",
+        toml=_MLA + "num_dense_layers = 4\ndense_dim = 64" + _WIDTHS,
+    ),
+    Wrong(
+        "dense layers without a width",
+        "case.toml: model.dense_dim = 0 (default): is the width of the model.num_dense_layers = 1 "
+        "first layers; give both, or leave both out",
+        toml=_MLA + "num_dense_layers = 1" + _WIDTHS,
+    ),
+    Wrong(
+        "groups of one expert",
+        "case.toml: model.moe.num_expert_groups = 16: must divide model.moe.num_experts = 16 into "
+        "groups of 2 or more; use 1, 2, 4 or 8",
+        toml=_MLA + "[model.moe]\nnum_expert_groups = 16" + _WIDTHS,
+    ),
+    Wrong(
+        "too few groups for a token's experts",
+        "case.toml: model.moe.num_limited_groups = 1 (default): must hold model.moe.top_k = 4 "
+        "experts in groups of 2 and be at most model.moe.num_expert_groups = 8; use 2 to 8",
+        toml=_MLA + "[model.moe]\nnum_expert_groups = 8" + _WIDTHS,
+    ),
+    Wrong(
+        "heads of latent attention over too many ranks",
+        "case.toml: parallelism.tensor_parallel_degree = 3: must divide model.num_heads = 4; "
+        "use 1, 2 or 4",
+        toml=_MLA + _WIDTHS + "[parallelism]\ntensor_parallel_degree = 3",
+        ranks=3,
+    ),
+]

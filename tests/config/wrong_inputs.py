@@ -1,6 +1,12 @@
 """Files that cannot be read and arguments that cannot be understood, with their messages."""
 
+from typing import get_args
+
 from tests.config.wrong import Wrong, without
+from titan_relay.config.expectation import either
+from titan_relay.config.schema_model import Family
+
+_FAMILIES = either([f'"{name}"' for name in get_args(Family)])
 
 FILES = [
     Wrong(
@@ -10,8 +16,8 @@ FILES = [
     ),
     Wrong(
         "no model at all",
-        'case.toml: model.family is missing: it has no default; give "mixtral", "qwen2_moe" or '
-        '"qwen3_moe" (missing too: model.dim, model.num_layers, model.num_heads, model.vocab_size, '
+        f"case.toml: model.family is missing: it has no default; give {_FAMILIES} (missing "
+        "too: model.dim, model.num_layers, model.num_heads, model.vocab_size, "
         "model.max_seq_len, model.rope_theta, "
         "model.norm_eps, model.tie_word_embeddings, model.moe.num_experts, "
         "model.moe.top_k, model.moe.expert_dim, model.moe.score_func, model.moe.route_norm)",

@@ -42,6 +42,8 @@ def tiny_model(config: ModelConfig = TINY, seed: int = 0) -> nn.Module:
     """The model on one process, float32, in training mode."""
     model_config = build_model_config(config, seed=seed, cpu=True)
     for layer in model_config.layers:
+        if layer.moe is None:
+            continue
         experts = layer.moe.routed_experts
         experts.inner_experts = native_dtype_experts(experts.inner_experts)
     model = model_config.build()

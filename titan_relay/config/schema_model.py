@@ -11,7 +11,7 @@ from titan_relay.config.option import option, section
 
 # A new family is added here and in the model families of the trainer; keys that not every family
 # has get a neutral default here and a line in check_family.
-Family = Literal["mixtral", "qwen2_moe", "qwen3_moe"]
+Family = Literal["mixtral", "mla_moe", "qwen2_moe", "qwen3_moe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -115,10 +115,10 @@ class BalanceStep:
     def _move_biases(self, stats: LayerStats) -> None:
         row_of_layer = {layer: row for row, layer in enumerate(stats.layer_ids)}
         for layer, moe in self._layers:
-            if moe.expert_bias_E is None:
+            bias = moe.expert_bias_E
+            if bias is None or moe.load_balance_coeff is None:
                 continue
             tokens_E = stats.tokens_LE[row_of_layer[layer]].float()
             step_E = torch.sign(tokens_E.mean() - tokens_E) * moe.load_balance_coeff
-            bias = moe.expert_bias_E
             local = bias.to_local() if hasattr(bias, "to_local") else bias
             local.add_(step_E - step_E.mean())

@@ -20,6 +20,9 @@ class MoE(TitanMoE):
 
     Differs from torchtitan's layer in what it measures and adds to the loss, not in what it
     computes: parameter names and layouts are the same.
+
+    `has_expert_bias`: the architecture has a bias on the choice of experts, so the layer has one
+    also where no `load_balance_coeff` moves it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -27,10 +30,16 @@ class MoE(TitanMoE):
         aux_loss_coeff: float = 0.0
         z_loss_coeff: float = 0.0
         aux_loss_scope: AuxLossScope = "sequence"
+        has_expert_bias: bool = False
+
+    expert_bias_E: torch.Tensor | None
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.num_experts = config.num_experts
+        if config.has_expert_bias and self.expert_bias_E is None:
+            del self.expert_bias_E
+            self.register_buffer("expert_bias_E", torch.zeros(config.num_experts))
         self.balance = BalanceLoss(
             num_experts=config.num_experts,
             top_k=config.router.top_k,
@@ -62,6 +71,11 @@ class MoE(TitanMoE):
         if self.shared_experts is not None:
             out_BLD = out_BLD + self.shared_experts(x_BLD)
         return out_BLD
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        super()._init_self_buffers(buffer_device=buffer_device)
+        if self.expert_bias_E is not None:
+            self.expert_bias_E = torch.zeros_like(self.tokens_per_expert_E)
 
     def _attach_balance(self, routing: Routing, valid_BL: torch.Tensor | None) -> torch.Tensor:
         """Attach the balancing losses on local tensors; under TP each rank has part of a row."""

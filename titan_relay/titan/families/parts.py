@@ -155,12 +155,15 @@ def gated_feed_forward(model: ModelConfig) -> SigmoidGatedFeedForward.Config:
 def router(model: ModelConfig) -> Router.Config:
     """Top-k routing in float32."""
     moe = model.moe
+    grouped = moe.num_expert_groups > 1
     return Router.Config(
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         score_func=moe.score_func,
         route_norm=moe.route_norm,
         route_scale=moe.route_scale,
+        num_expert_groups=moe.num_expert_groups if grouped else None,
+        num_limited_groups=moe.num_limited_groups if grouped else None,
         gate=gate(model),
     )
 
@@ -179,8 +182,12 @@ def moe(
     *,
     router_config: Router.Config | None = None,
     shared_experts: FeedForward.Config | None = None,
+    has_expert_bias: bool = False,
 ) -> MoE.Config:
-    """The mixture of experts, with `router(model)` unless another router is given."""
+    """The mixture of experts, with `router(model)` unless another router is given.
+
+    has_expert_bias: a bias on the choice of experts belongs to the architecture.
+    """
     numbers = model.moe
     return MoE.Config(
         num_experts=numbers.num_experts,
@@ -190,6 +197,7 @@ def moe(
         load_balance_coeff=numbers.effective_load_balance_coeff or None,
         router=router(model) if router_config is None else router_config,
         shared_experts=shared_experts,
+        has_expert_bias=has_expert_bias,
         routed_experts=make_routed_experts_config(
             dim=model.dim,
             hidden_dim=numbers.expert_dim,
