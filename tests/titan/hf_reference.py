@@ -11,6 +11,7 @@ from torch import nn
 from tests.titan.hf_cases import SEQ_LEN, VOCAB_SIZE, Case
 
 NUM_ROWS = 2
+BIAS_ON_CHOICE = "mlp.gate.e_score_correction_bias"  # a buffer, without a gradient
 
 
 def write_reference(folder: Path, case: Case, seed: int) -> None:
@@ -51,4 +52,7 @@ def random_model(case: Case) -> nn.Module:
             else:
                 is_gate = name.endswith(("mlp.gate.weight", "mlp.router.weight"))
                 param.normal_(0.0, 0.3 if is_gate else 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith(BIAS_ON_CHOICE):
+                buffer.normal_(0.0, 0.2)
     return model
