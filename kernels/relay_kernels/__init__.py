@@ -2,18 +2,31 @@
 
 from relay_kernels.activation import SwiGLU
 from relay_kernels.backward_step import Gradients, backward_experts_
-from relay_kernels.forward_step import Segment, forward_experts_
+from relay_kernels.choice import KERNELS, KernelChoiceError, uses_triton
+from relay_kernels.forward import (
+    forward_experts_,
+    forward_workspace,
+    forward_workspace_bytes,
+)
+from relay_kernels.forward_step import Segment
 from relay_kernels.weights import ExpertWeights
 from relay_kernels.workspace import BackwardWorkspace, ForwardWorkspace, StepShape
+from relay_kernels.workspace_fused import FusedForwardWorkspace
 
 __all__ = [
+    "KERNELS",
     "BackwardWorkspace",
     "ExpertWeights",
     "ForwardWorkspace",
+    "FusedForwardWorkspace",
     "Gradients",
+    "KernelChoiceError",
     "Segment",
     "StepShape",
     "SwiGLU",
     "backward_experts_",
     "forward_experts_",
+    "forward_workspace",
+    "forward_workspace_bytes",
+    "uses_triton",
 ]

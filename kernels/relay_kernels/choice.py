@@ -47,10 +47,13 @@ def is_interpreted() -> bool:
 
 def _why_not(device: torch.device, dtype: torch.dtype) -> str:
     """Why the Triton kernels cannot run on these tensors, or ""."""
-    if not _has_triton():
-        return "the package triton is not installed"
     if dtype not in TRITON_DTYPES:
         return f"it does not compute in {dtype}"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        # Only a plan for another machine has such a device; it is taken to be able.
+        return ""
+    if not _has_triton():
+        return "the package triton is not installed"
     if is_interpreted():
         return ""
     if device.type != "cuda" or torch.version.cuda is None:

@@ -1,7 +1,6 @@
 """Forward of some consecutive experts over the rows routed to them, in plain PyTorch.
 
-This is the boundary that a fused kernel fills: rows, their segments and the weights of a group of
-experts in; a sum into the output's tokens out; no allocation that grows with the routing.
+Steps of at most R rows of one expert, each a few products into buffers that already exist.
 
 Shape legend: T tokens, K top-k, N = T * K routed rows, n rows of this step (at most R), D model
 dimension, F expert hidden dimension, g experts held together.
@@ -19,7 +18,7 @@ from relay_kernels.workspace import ForwardWorkspace
 Segment = tuple[int, int]
 
 
-def forward_experts_(
+def step_forward_experts_(
     out_TD: torch.Tensor,
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
@@ -29,15 +28,7 @@ def forward_experts_(
     activation: SwiGLU,
     workspace: ForwardWorkspace,
 ) -> None:
-    """``out[t] += score * expert(x[t])`` for every row of the segments.
-
-    Args:
-        out_TD: summed into, in place.
-        rows_N: integer row numbers ``t * K + k``, sorted by expert.
-        segments: one per expert of ``weights``, in its order; empty ones are ordinary.
-        workspace: scratch, overwritten.
-    """
-    assert len(segments) == weights.num_experts
+    """``forward.forward_experts_`` in plain PyTorch."""
     scores_N = scores_TK.reshape(-1)
     top_k = scores_TK.shape[1]
     hidden = workspace.hidden

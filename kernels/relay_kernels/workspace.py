@@ -14,16 +14,37 @@ from dataclasses import dataclass
 
 import torch
 
+from relay_kernels.choice import uses_triton
+
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step's scratch memory depends on."""
+    """What a step's scratch memory depends on, and which implementation computes it.
+
+    Attributes:
+        max_rows: rows of a step at most.
+        kernels: "auto", "triton" or "torch"; see ``choice``.
+        deterministic: sums have a fixed order, so that two runs give the same bits. PyTorch's
+            always have; the fused kernels then keep a step's results, ``R * D`` elements, and
+            4 bytes per routed row.
+        num_rows: routed rows of the tokens at hand, ``T * K``.
+        rows_per_expert: how many of them an expert has on average; tuning depends on it.
+    """
 
     max_rows: int
     dim: int
     expert_dim: int
     dtype: torch.dtype
     device: torch.device
+    kernels: str = "auto"
+    deterministic: bool = False
+    num_rows: int = 0
+    rows_per_expert: int = 256
+
+    @property
+    def is_fused(self) -> bool:
+        """The fused Triton kernels compute, and not plain PyTorch."""
+        return uses_triton(self.kernels, self.device, self.dtype)
 
     @property
     def math_dtype(self) -> torch.dtype:

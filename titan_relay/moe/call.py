@@ -8,7 +8,7 @@ import torch.distributed as dist
 from relay_kernels import ExpertWeights, StepShape, SwiGLU
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.ring import Ring, relay_ring
-from titan_relay.moe.shapes import LayerShape, rows_per_step
+from titan_relay.moe.shapes import LayerShape, step_shape
 from titan_relay.moe.transport import RingExchange, Where
 
 
@@ -56,9 +56,7 @@ class RelayCall:
 
     def step_shape(self, num_tokens: int, device: torch.device) -> StepShape:
         """The step's scratch memory when ``num_tokens`` are at hand at most."""
-        shape = self.shape
-        rows = rows_per_step(shape, self.options, device, num_tokens)
-        return StepShape(rows, shape.dim, shape.expert_dim, shape.dtype, device)
+        return step_shape(self.shape, self.options, device, num_tokens)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Shape legend: T tokens, K top-k, D model dimension, e experts of this rank.
 
 import torch
 
-from relay_kernels import ExpertWeights, ForwardWorkspace, forward_experts_
+from relay_kernels import ExpertWeights, forward_experts_, forward_workspace
 from titan_relay.moe.call import RelayCall
 from titan_relay.moe.experts_ring import post_weights, weight_buffers
 from titan_relay.moe.routing import RoutingPlan, segments
@@ -28,7 +28,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """``out_TD``, in the dtype of ``x_TD``."""
     out_TD = torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-    workspace = ForwardWorkspace(call.step_shape(call.shape.num_tokens, x_TD.device))
+    workspace = forward_workspace(call.step_shape(call.shape.num_tokens, x_TD.device))
     exchange, bounds = call.exchange(), plan.bounds()
     slices = expert_slices(call.shape, call.options)
     buffers = weight_buffers(call, weights, longest=slices[0][1])

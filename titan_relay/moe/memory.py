@@ -18,8 +18,12 @@ longest slice; ``B`` = 0, 1, 2 and ``C`` = 0, 2, 3 buffers at W = 1, 2 and more:
     routing    20 T K while sorting; then 4 T K until the backward has ended, and another 4 T K
                during a call of a ring of tokens with more than one slice
 
-In bfloat16 and float16 what lies between products is float32: a step's ``2F`` and ``5F`` elements
-have 4 bytes each, ``F`` and ``3F`` of 2 bytes come on top, and a row's score has 4 bytes.
+That is the step in plain PyTorch. The fused kernels' (on CUDA; ``relay_kernels.choice``) has less:
+forward ``R F b``, and with deterministic sums ``R D b + 4 T K`` more.
+
+In PyTorch's step in bfloat16 and float16 what lies between products is float32: a step's ``2F`` and
+``5F`` elements have 4 bytes each, ``F`` and ``3F`` of 2 bytes come on top, and a row's score has 4
+bytes.
 
 Where gradients are summed in another dtype than the weights', the backward has ``D F b`` more for a
 step's product, and ``2 g P bg`` (experts; one at W = 1) or ``e P bg`` (tokens) for sums.
@@ -34,12 +38,12 @@ from dataclasses import dataclass
 
 import torch
 
-from relay_kernels import BackwardWorkspace, ForwardWorkspace, StepShape
+from relay_kernels import BackwardWorkspace, forward_workspace_bytes
 from titan_relay.moe.experts_ring import num_weight_buffers
 from titan_relay.moe.homeward_chain import num_chain_buffers, num_own_buffers
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.routing import TokenSlices
-from titan_relay.moe.shapes import LayerShape, expert_slices, rows_per_step, token_slices
+from titan_relay.moe.shapes import LayerShape, expert_slices, step_shape, token_slices
 from titan_relay.moe.tokens_ring import num_block_buffers
 from titan_relay.moe.traffic import backward_traffic, forward_traffic
 
@@ -72,12 +76,12 @@ def forward_memory(shape: LayerShape, options: RelayOptions, device: torch.devic
     """The forward on one rank, after the sort; ``routing_peak_bytes`` is the sort itself."""
     result_bytes = shape.num_tokens * shape.dim * shape.dtype.itemsize
     if forward_traffic(shape, options).circulate == "experts":
-        step = _step_shape(shape, options, device, shape.num_tokens)
+        step = step_shape(shape, options, device, shape.num_tokens)
         passing_bytes, homeward_bytes = _weight_buffers_bytes(shape, options), 0
         routing_bytes = _rows_bytes(shape)
     else:
         slices = token_slices(shape.num_tokens, shape.num_ranks, options)
-        step = _step_shape(shape, options, device, slices.length)
+        step = step_shape(shape, options, device, slices.length)
         hidden_bytes = shape.dim * shape.dtype.itemsize
         passing_bytes = num_block_buffers(shape.num_ranks) * slices.length
         passing_bytes *= hidden_bytes + _meta_bytes(shape)
@@ -87,7 +91,7 @@ def forward_memory(shape: LayerShape, options: RelayOptions, device: torch.devic
         result_bytes,
         passing_bytes,
         homeward_bytes,
-        ForwardWorkspace.num_bytes(step),
+        forward_workspace_bytes(step),
         routing_bytes,
     )
 
@@ -104,13 +108,13 @@ def backward_memory(
     hidden_bytes = shape.dim * shape.dtype.itemsize
     sum_dtype = options.sum_dtype(shape.dtype) if weights_want_gradients else None
     if backward_traffic(shape, options).circulate == "experts":
-        step = _step_shape(shape, options, device, shape.num_tokens)
+        step = step_shape(shape, options, device, shape.num_tokens)
         passing_bytes = _weight_buffers_bytes(shape, options)
         homeward_bytes = _gradient_buffers_bytes(shape, options, sum_dtype)
         routing_bytes = _rows_bytes(shape)
     else:
         slices = token_slices(shape.num_tokens, shape.num_ranks, options)
-        step = _step_shape(shape, options, device, slices.length)
+        step = step_shape(shape, options, device, slices.length)
         passing_bytes = num_block_buffers(shape.num_ranks) * slices.length
         passing_bytes *= 2 * hidden_bytes + _meta_bytes(shape)
         homeward_bytes = num_chain_buffers(shape.num_ranks) * slices.length
@@ -131,13 +135,6 @@ def backward_memory(
 def routing_peak_bytes(num_rows: int) -> int:
     """The sort of ``T K`` int64 ids, before the forward allocates anything else."""
     return _SORTING_BYTES_PER_ROW * num_rows
-
-
-def _step_shape(
-    shape: LayerShape, options: RelayOptions, device: torch.device, num_tokens: int
-) -> StepShape:
-    rows = rows_per_step(shape, options, device, num_tokens)
-    return StepShape(rows, shape.dim, shape.expert_dim, shape.dtype, device)
 
 
 def _meta_bytes(shape: LayerShape) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from relay_kernels import StepShape
 from titan_relay.moe.options import AUTO, RelayOptions
 from titan_relay.moe.routing import TokenSlices
 
@@ -16,7 +17,7 @@ from titan_relay.moe.routing import TokenSlices
 _RING_BUFFER_UNITS = 2.0  # ring buffers of the backward, in copies of the tokens
 _TOKEN_SLICES = 2  # a ring of tokens has up to 7 blocks; each slice passes over all weights
 _CPU_ROWS_PER_STEP = 512  # fewer steps for 4 MiB more scratch than 256; measured fastest per byte
-_DEVICE_ROWS_PER_STEP = 4096  # enough tiles for every multiprocessor
+_DEVICE_ROWS_PER_STEP = 8192  # enough tiles for every multiprocessor
 
 
 @dataclass(frozen=True)
@@ -97,3 +98,18 @@ def rows_per_step(
     if rows == AUTO:
         rows = _CPU_ROWS_PER_STEP if device.type == "cpu" else _DEVICE_ROWS_PER_STEP
     return max(1, min(rows, num_tokens))
+
+
+def step_shape(
+    shape: LayerShape, options: RelayOptions, device: torch.device, num_tokens: int
+) -> StepShape:
+    """What a step works with when ``num_tokens`` are at hand at most."""
+    return StepShape(
+        rows_per_step(shape, options, device, num_tokens),
+        shape.dim,
+        shape.expert_dim,
+        shape.dtype,
+        device,
+        num_rows=num_tokens * shape.top_k,
+        rows_per_expert=num_tokens * shape.top_k // shape.num_experts,
+    )

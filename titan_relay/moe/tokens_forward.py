@@ -14,7 +14,7 @@ Shape legend: T tokens of this rank, K top-k, D model dimension, e experts of th
 
 import torch
 
-from relay_kernels import ExpertWeights, ForwardWorkspace, forward_experts_
+from relay_kernels import ExpertWeights, forward_experts_, forward_workspace
 from titan_relay.moe.call import RelayCall
 from titan_relay.moe.homeward_chain import HomewardChain
 from titan_relay.moe.routing import RoutingPlan, rows_by_slice
@@ -36,7 +36,7 @@ def tokens_forward(
     out_TD = torch.empty_like(x_TD)
     chain = HomewardChain(call.num_ranks, [out_TD], slices.length)
     blocks = BlockBuffers.like(call, [x_TD, scores_TK, rows[0]], slices.length)
-    workspace = ForwardWorkspace(call.step_shape(slices.length, x_TD.device))
+    workspace = forward_workspace(call.step_shape(slices.length, x_TD.device))
     exchange = call.exchange()
     for index in range(slices.num):
         first, last = slices.bounds(index, x_TD.shape[0])
