@@ -175,6 +175,17 @@ class LiveBytes(TorchDispatchMode):
         self._require_events("events")
         return list(self._ledger.events or ())
 
+    @property
+    def num_events(self) -> int:
+        """How many changes there have been (needs `keep_events`)."""
+        self._require_events("num_events")
+        return len(self._ledger.events or ())
+
+    def serials_of(self, *owners: Trackable) -> set[int]:
+        """Numbers, as in `events`, of the storages of `owners` that are counted and alive."""
+        entries = (self._entries.get(storage._cdata) for storage in self._storages(owners))
+        return {entry.serial for entry in entries if entry is not None}
+
     def peak_bytes_without(self, *owners: Trackable) -> int:
         """The overall peak had the storages of `owners` never existed (needs `keep_events`).
 
@@ -182,9 +193,7 @@ class LiveBytes(TorchDispatchMode):
         can be named only afterwards. The tensors must still be alive.
         """
         self._require_events("peak_bytes_without")
-        entries = (self._entries.get(storage._cdata) for storage in self._storages(owners))
-        serials = {entry.serial for entry in entries if entry is not None}
-        return self._ledger.replay_peak_without(serials)
+        return self._ledger.replay_peak_without(self.serials_of(*owners))
 
     # Steering ---------------------------------------------------------------------------------
 
@@ -213,6 +222,10 @@ class LiveBytes(TorchDispatchMode):
                 known = self._phase_peaks.get(name)
                 if known is None or peak.live_bytes > known.live_bytes:
                     self._phase_peaks[name] = peak
+
+    def name_phase(self, name: str) -> None:
+        """Let allocations from now on carry this phase's name, without a peak of its own."""
+        self._phase = name
 
     def include(self, *owners: Trackable, name: str = "(included)") -> None:
         """Count what already exists: tensors, modules (with gradients), optimizers, collections."""

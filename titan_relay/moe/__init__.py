@@ -15,6 +15,7 @@ from titan_relay.moe.memory import (
 )
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.ring import Ring, relay_ring, set_ring_timeout
+from titan_relay.moe.shadow import shadow_device
 from titan_relay.moe.shapes import LayerShape
 from titan_relay.moe.telemetry import RingCounts, RingTelemetry
 from titan_relay.moe.traffic import Traffic, backward_traffic, forward_traffic
@@ -43,4 +44,5 @@ __all__ = [
     "relay_ring",
     "routing_peak_bytes",
     "set_ring_timeout",
+    "shadow_device",
 ]

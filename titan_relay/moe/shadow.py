@@ -6,7 +6,9 @@ works with buffers of its own, so its shadow allocates as many bytes, as one ten
 Shape legend: T tokens, K top-k, D model dimension, e experts of this rank, E experts.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +22,22 @@ from titan_relay.moe.routing import NUM_FAULT_FIELDS
 from titan_relay.moe.shapes import LayerShape
 
 _ROW_BYTES = 4
+
+# The device whose memory the shadows take, where it is not that of the fake tensors.
+_device: ContextVar[torch.device | None] = ContextVar("titan_relay_shadow_device", default=None)
+
+
+@contextlib.contextmanager
+def shadow_device(device: torch.device) -> Iterator[None]:
+    """Work with as much memory as on `device`, whatever device the fake tensors say.
+
+    For a dry run on fake CPU tensors that stands for a run on CUDA.
+    """
+    token = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(token)
 
 
 def shadow_route(
@@ -41,7 +59,7 @@ def shadow_forward(
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     shape = _static_shape(x_TD, scores_TK, tensors, group, spec)
     if shape is not None:
-        memory = forward_memory(shape, options_from_spec(spec), x_TD.device)
+        memory = forward_memory(shape, options_from_spec(spec), _device.get() or x_TD.device)
         _touch(x_TD, memory.total_bytes - memory.result_bytes - _rows_bytes(shape))
     return out_TD
 
@@ -69,7 +87,7 @@ def shadow_backward(
         memory = backward_memory(
             shape,
             options_from_spec(spec),
-            x_TD.device,
+            _device.get() or x_TD.device,
             weights_want_gradients=wants_weights,
         )
         _touch(x_TD, memory.total_bytes - memory.result_bytes - _rows_bytes(shape))

@@ -44,6 +44,11 @@ def moe_layers(model_parts: list[nn.Module]) -> Iterator[tuple[int, MoE]]:
                 yield int(name.split("layers.")[1].split(".")[0]), module
 
 
+def layers_present(table: torch.Tensor) -> list[int]:
+    """The rows of `table` (last column: how many ranks filled them in) that any rank filled in."""
+    return [int(i) for i in table[:, -1].nonzero().flatten().tolist()]
+
+
 class BalanceStep:
     """Gathers every layer's load once per optimizer step and moves the balancing biases.
 
@@ -86,7 +91,7 @@ class BalanceStep:
             table[layer, -1] = 1.0
             moe.meter.reset()
         dist.all_reduce(table)
-        layer_ids = tuple(int(i) for i in table[:, -1].nonzero().flatten().tolist())
+        layer_ids = tuple(layers_present(table))
         rows = table[list(layer_ids)] / self._num_copies
         self.stats = LayerStats(
             layer_ids=layer_ids,

@@ -44,15 +44,22 @@ def global_batch_size(run: RunConfig, world_size: int) -> int:
     return run.training.local_batch_size * degrees_of(run, world_size).batch
 
 
-def build_trainer_config(run: RunConfig, world_size: int) -> RelayTrainer.Config:
-    """The torchtitan configuration of a run that `validate` and `check_device` let pass."""
+def build_trainer_config(
+    run: RunConfig, world_size: int, *, compute_in_float32: bool | None = None
+) -> RelayTrainer.Config:
+    """The torchtitan configuration of a run that `validate` and `check_device` let pass.
+
+    compute_in_float32: whatever `training.mixed_precision_param` says. None: on CPU, where
+    bfloat16 is slower and less exact.
+    """
+    in_float32 = cpu.on_cpu() if compute_in_float32 is None else compute_in_float32
     rows = global_batch_size(run, world_size)
     return RelayTrainer.Config(
         run=run,
         dump_folder=run.dump_folder,
         hf_assets_path="",
         model_spec=_model_spec(run),
-        training=_training(run, rows),
+        training=_training(run, rows, in_float32),
         parallelism=_parallelism(run),
         optimizer=_optimizer(run),
         lr_scheduler=LRSchedulersContainer.Config(**_fields(run.lr_scheduler)),
@@ -106,11 +113,10 @@ def _recompute(run: RunConfig) -> Any:
     return build_activation_checkpoint(run.activation_checkpoint)
 
 
-def _training(run: RunConfig, rows: int) -> titan.TrainingConfig:
+def _training(run: RunConfig, rows: int, in_float32: bool) -> titan.TrainingConfig:
     values = _fields(run.training)
     del values["cpu_threads_per_rank"]
-    if cpu.on_cpu():
-        # bfloat16 on CPU is slower than float32 and less exact.
+    if in_float32:
         values["mixed_precision_param"] = "float32"
     values["global_batch_size"] = rows
     # The relay and the all-to-all read routing counts on the host, which a CUDA graph cannot.

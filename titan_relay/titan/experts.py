@@ -22,6 +22,17 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+def has_grouped_gemm(x_RD: torch.Tensor) -> bool:
+    """Whether torch's grouped GEMM serves this device and dtype."""
+    return x_RD.is_cuda and x_RD.dtype == torch.bfloat16
+
+
+def rows_per_expert(num_rows: int, counts_E: torch.Tensor) -> list[int]:
+    """How many of the `num_rows` rows each expert has, read from the device."""
+    rows: list[int] = counts_E.tolist()
+    return rows
+
+
 class NativeDtypeExperts(GroupedExperts):
     """Grouped experts that compute in their input's dtype.
 
@@ -38,9 +49,9 @@ class NativeDtypeExperts(GroupedExperts):
         On CPU experts run one after another: the grouped GEMM there is such a loop too.
         """
         weights = [_local(w).to(x_RD.dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
-        if x_RD.is_cuda and x_RD.dtype == torch.bfloat16:
+        if has_grouped_gemm(x_RD):
             return super().forward(x_RD, num_tokens_per_expert_E)
-        rows = x_RD.split(num_tokens_per_expert_E.tolist())
+        rows = x_RD.split(rows_per_expert(x_RD.shape[0], num_tokens_per_expert_E))
         return torch.cat(
             [
                 (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T

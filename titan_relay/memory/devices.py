@@ -1,0 +1,51 @@
+"""Devices that a run can be planned for, and the memory each has.
+
+Capacities are what the driver reports for the whole device, in MiB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIB = 2**20
+_CAPACITY_MIB = {
+    "a100-40g": 40960,
+    "a100-80g": 81920,
+    "h100-80g": 81559,
+    "h200-141g": 143771,
+    "b200-192g": 183359,
+}
+CPU = "cpu"
+_NAMES = ", ".join((*_CAPACITY_MIB, CPU))
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a run is to take place. capacity_bytes: None where nothing limits it (a CPU)."""
+
+    name: str
+    capacity_bytes: int | None
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the run computes as it does on CPU: in float32, in small steps."""
+        return self.capacity_bytes is None
+
+
+def device_named(name: str) -> Device:
+    """A known device; or a GPU of so many GiB, such as "48" or "48.5".
+
+    Raises:
+        ValueError: neither a name nor a positive number.
+    """
+    if name == CPU:
+        return Device(CPU, None)
+    if name in _CAPACITY_MIB:
+        return Device(name, _CAPACITY_MIB[name] * _MIB)
+    try:
+        num_gib = float(name)
+    except ValueError:
+        num_gib = 0.0
+    if not 0 < num_gib < float("inf"):
+        raise ValueError(f"unknown device {name!r}; name one of {_NAMES}, or its GiB as a number")
+    return Device(f"{name} GiB", int(num_gib * 2**30))

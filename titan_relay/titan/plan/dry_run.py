@@ -1,0 +1,56 @@
+"""One step of the real trainer on fake tensors, for one rank of many."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torchtitan.tools.logging import logger
+
+from titan_relay.config import RunConfig
+from titan_relay.memory.devices import Device
+from titan_relay.memory.step_memory import StepMemory
+from titan_relay.titan.build import build_trainer_config
+from titan_relay.titan.plan.fake_ranks import fake_ranks
+from titan_relay.titan.plan.recorder import record_step
+from titan_relay.titan.plan.routing import Routing
+from titan_relay.titan.plan.stand_ins import without_files
+
+
+def dry_run(
+    run: RunConfig, world_size: int, device: Device, *, rank: int = 0, skew: float = 1.0
+) -> StepMemory:
+    """Every byte of one training step of rank `rank`, without a device or any other rank.
+
+    A compiled run is planned as if it were not: a compiler needs no more.
+
+    Args:
+        skew: rows that the all-to-all brings this rank, as a multiple of a balanced router's.
+
+    Raises:
+        RuntimeError: this process is in a process group already.
+    """
+    run = replace(run, compile=replace(run.compile, enable=False))
+    with _quiet(), fake_ranks(world_size, rank, Routing(skew), device):
+        config = build_trainer_config(run, world_size, compute_in_float32=device.is_cpu)
+        trainer = without_files(config).build()
+        try:
+            return record_step(trainer)
+        finally:
+            trainer.close()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torchtitan's story of building a trainer to itself: nothing of it happens."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

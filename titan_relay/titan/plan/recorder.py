@@ -1,0 +1,182 @@
+"""Records every allocation of a trainer's step, and in which part of the model it was made.
+
+Parts are told apart by hooks on the model's modules. Going backward, a part begins when the
+gradient of its output is there; a recomputed forward runs the forward hooks again, within backward.
+Works on any trainer, on fake tensors or real ones; hooks stay, so record with a trainer that is not
+needed for anything else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from titan_relay.memory import LiveBytes
+from titan_relay.memory.step_memory import PARAMETERS, Mark, Owners, StepMemory, step_memory
+from titan_relay.titan.trainer import RelayTrainer
+
+_BLOCK_PART = re.compile(r"layers\.(\d+)(?:\.(\w+))?$")
+_PARTS = {
+    "attention_norm": "attention",
+    "attention": "attention",
+    "ffn_norm": "experts",
+    "moe": "experts",
+    "feed_forward": "dense",
+}
+_FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward", "reshard")
+
+
+def record_step(trainer: RelayTrainer) -> StepMemory:
+    """Run one training step and account for all of it.
+
+    On real ranks every rank calls it.
+    """
+    tracker = LiveBytes(keep_events=True)
+    tracker.include(*trainer.model_parts, *trainer.optimizers.optimizers, name=PARAMETERS)
+    recorder = _Recorder(tracker, trainer)
+    batches = trainer.batch_generator(trainer.dataloader)
+    trainer.step += 1
+    with recorder.watching(), tracker:
+        trainer.train_step(batches)
+    return step_memory(tracker.events, recorder.marks, recorder.owners())
+
+
+class _Recorder:
+    def __init__(self, tracker: LiveBytes, trainer: RelayTrainer) -> None:
+        self.marks: list[Mark] = []
+        self._tracker = tracker
+        self._trainer = trainer
+        self._inside: list[str] = []  # forward or recomputed parts that are running
+        self._backward = ""  # the part whose backward runs
+        self._after_blocks = ""
+        self._parameters = tracker.serials_of(*trainer.model_parts)
+        self._optimizer = tracker.serials_of(*trainer.optimizers.optimizers)
+        self._gradients: set[int] = set()
+        self._block_inputs: set[int] = set()
+
+    def owners(self) -> Owners:
+        return Owners(
+            parameters=frozenset(self._parameters),
+            optimizer=frozenset(
+                self._tracker.serials_of(*self._trainer.optimizers.optimizers) | self._optimizer
+            ),
+            gradients=frozenset(self._gradients),
+            block_inputs=frozenset(self._block_inputs),
+        )
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow the step through the model's parts."""
+        for part in self._trainer.model_parts:
+            self._hook_part(part)
+        steps = {name: getattr(FSDPParamGroup, name) for name in _FSDP_STEPS}
+        for name, step in steps.items():
+            setattr(FSDPParamGroup, name, self._named_fsdp(step))
+        hook = self._trainer.optimizers.register_step_pre_hook(self._take_gradients)
+        microbatch = self._trainer.forward_backward_step
+        self._trainer.forward_backward_step = self._framed(microbatch)  # type: ignore[method-assign]
+        self._mark("forward input")
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._trainer.forward_backward_step = microbatch  # type: ignore[method-assign]
+            for name, step in steps.items():
+                setattr(FSDPParamGroup, name, step)
+
+    def _hook_part(self, part: nn.Module) -> None:
+        blocks = part.get_submodule("layers")
+        last = str(max((int(name) for name, _ in blocks.named_children()), default=-1))
+        for name, module in part.named_modules():
+            name = name.replace("_checkpoint_wrapped_module.", "")
+            if name.endswith("_checkpoint_wrapped_module"):
+                continue
+            match = _BLOCK_PART.fullmatch(name)
+            if name == "tok_embeddings":
+                self._hook(module, "embedding")
+            elif match and match[2] is None:
+                module.register_forward_pre_hook(self._enter_block)
+                if match[1] == last:
+                    module.register_forward_hook(self._leave_last_block)
+            elif match and match[2] in _PARTS:
+                self._hook(module, f"{_PARTS[match[2]]} {match[1]}")
+
+    def _hook(self, module: nn.Module, part: str) -> None:
+        def enter(*_: Any) -> None:
+            self._inside.append(part)
+            self._mark(self._here())
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._inside.pop()
+            self._mark(self._here())
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda _: self._enter_backward(part))
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+    def _here(self) -> str:
+        if self._inside:
+            return f"{'recompute' if _in_backward() else 'forward'} {self._inside[-1]}"
+        if _in_backward() and self._backward:
+            return self._backward
+        return self._after_blocks or "forward blocks"
+
+    def _enter_block(self, module: nn.Module, args: Any) -> None:
+        if not _in_backward():
+            self._after_blocks = self._backward = ""
+            self._block_inputs |= self._tracker.serials_of(args[0])
+
+    def _leave_last_block(self, *_: Any) -> None:
+        if not _in_backward():
+            self._after_blocks = "forward loss"
+            self._mark(self._here())
+
+    def _enter_backward(self, part: str) -> None:
+        self._backward = f"backward {part}"
+        self._mark(self._here())
+
+    def _framed(self, microbatch: Any) -> Any:
+        def run(**batch: Any) -> Any:
+            self._mark("forward input")
+            loss = microbatch(**batch)
+            self._after_blocks = self._backward = ""
+            self._mark("optimizer step")
+            return loss
+
+        return run
+
+    def _take_gradients(self, *_: Any) -> None:
+        parameters = [p for part in self._trainer.model_parts for p in part.parameters()]
+        self._gradients = self._tracker.serials_of(
+            [p.grad for p in parameters if p.grad is not None]
+        )
+
+    def _mark(self, phase: str) -> None:
+        self._tracker.name_phase(phase)
+        if not self.marks or self.marks[-1].phase != phase:
+            self.marks.append(Mark(self._tracker.num_events, phase))
+
+    def _named_fsdp(self, step: Any) -> Any:
+        """Label what FSDP allocates; the parts around it go on as they were."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            phase = self.marks[-1].phase
+            self._tracker.name_phase(f"fsdp {phase}")
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._tracker.name_phase(phase)
+
+        return run
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running on this thread."""
+    return torch._C._current_graph_task_id() >= 0
