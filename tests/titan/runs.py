@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from titan_relay.config import Loaded, RunConfig, load_config, validate
+
 VOCAB_SIZE = 257
 SEQ_LEN = 64
 GLOBAL_BATCH = 8
@@ -119,17 +121,25 @@ def train_all(folder: str, runs: list[Run]) -> dict[str, Steps]:
     return {run.name: train(Path(folder), run) for run in runs}
 
 
+def load_run(folder: Path, run: Run) -> RunConfig:
+    """The configuration of a run."""
+    return _load(folder, run).config
+
+
+def _load(folder: Path, run: Run) -> Loaded:
+    arguments = ["--config", str(folder / "run.toml"), "--dump_folder", str(folder / run.name)]
+    for key, value in run.settings:
+        arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    return load_config(arguments)
+
+
 def trainer_of(folder: Path, run: Run) -> Any:
     """A built trainer that records `losses`, `grad_norms` and `validation_losses`."""
     import torch.distributed as dist
 
-    from titan_relay.config import load_config, validate
     from titan_relay.titan.build import build_trainer_config
 
-    arguments = ["--config", str(folder / "run.toml"), "--dump_folder", str(folder / run.name)]
-    for key, value in run.settings:
-        arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
-    loaded = load_config(arguments)
+    loaded = _load(folder, run)
     validate(loaded.config, dist.get_world_size(), loaded.sources)
     trainer = build_trainer_config(loaded.config, dist.get_world_size()).build()
     trainer.losses, trainer.grad_norms, trainer.validation_losses = [], [], []

@@ -81,12 +81,14 @@ class StepMemory:
         first: the peak of a run's first step. steady: that of every later one.
         rises: for each "direction part" the most that one visit of it rose above where it began;
             "backward block" is a whole layer's backward, recomputation included.
+        highs: the highest moment of each phase of the steady timeline.
         curve: the steady timeline, at most `num_points` points.
     """
 
     first: Peak
     steady: Peak
     rises: dict[str, int]
+    highs: dict[str, int] = field(repr=False)
     curve: tuple[Point, ...] = field(repr=False)
 
 
@@ -110,7 +112,11 @@ def step_memory(
     first = _Replay(events, events, marks, owners)
     later = _Replay(steady, events, marks, owners)
     return StepMemory(
-        first=first.peak(), steady=later.peak(), rises=first.rises(), curve=later.curve(num_points)
+        first=first.peak(),
+        steady=later.peak(),
+        rises=first.rises(),
+        highs=later.highs(),
+        curve=later.curve(num_points),
     )
 
 
@@ -170,6 +176,13 @@ class _Replay:
         by_category = dict(zip(CATEGORIES, best, strict=True))
         op = self._timeline[best_index].label.op
         return Peak(best_bytes, best_index, self._phase_at(best_index), op, by_category)
+
+    def highs(self) -> dict[str, int]:
+        highs: dict[str, int] = {}
+        for index, event in enumerate(self._timeline[self._start :], self._start):
+            phase = self._phase_at(index)
+            highs[phase] = max(highs.get(phase, 0), event.live_bytes)
+        return highs
 
     def rises(self) -> dict[str, int]:
         rises: dict[str, int] = {}

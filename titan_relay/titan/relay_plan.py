@@ -14,6 +14,7 @@ from titan_relay.moe import (
     LayerShape,
     RelayOptions,
     Traffic,
+    WorkingMemory,
     backward_memory,
     backward_traffic,
     forward_memory,
@@ -42,14 +43,14 @@ class RelayPlan:
 
     forward: Traffic
     backward: Traffic
-    forward_bytes: int
-    backward_bytes: int
+    forward_memory: WorkingMemory
+    backward_memory: WorkingMemory
 
     def lines(self) -> list[str]:
         """The plan in words, a line a direction."""
         return [
-            _line("forward", self.forward, self.forward_bytes),
-            _line("backward", self.backward, self.backward_bytes),
+            _line("forward", self.forward, self.forward_memory.total_bytes),
+            _line("backward", self.backward, self.backward_memory.total_bytes),
         ]
 
     def curves(self) -> dict[str, float]:
@@ -65,12 +66,15 @@ class RelayPlan:
         }
 
 
-def relay_plan(run: RunConfig, world_size: int) -> RelayPlan | None:
-    """The plan of a run; None without a relay or without expert parallelism."""
+def relay_plan(run: RunConfig, world_size: int, *, on_cpu: bool | None = None) -> RelayPlan | None:
+    """The plan of a run; None without a relay or without expert parallelism.
+
+    on_cpu: whether it runs on CPU; None: as this machine would.
+    """
     degrees = degrees_of(run, world_size)
     if run.relay.dispatcher != "relay" or degrees.ep == 1:
         return None
-    on_cpu = cpu.on_cpu()
+    on_cpu = cpu.on_cpu() if on_cpu is None else on_cpu
     bfloat16 = not on_cpu and run.training.mixed_precision_param == "bfloat16"
     shape = LayerShape(
         num_ranks=degrees.ep,
@@ -85,8 +89,8 @@ def relay_plan(run: RunConfig, world_size: int) -> RelayPlan | None:
     return RelayPlan(
         forward=forward_traffic(shape, options),
         backward=backward_traffic(shape, options),
-        forward_bytes=forward_memory(shape, options, device).total_bytes,
-        backward_bytes=backward_memory(shape, options, device).total_bytes,
+        forward_memory=forward_memory(shape, options, device),
+        backward_memory=backward_memory(shape, options, device),
     )
 
 

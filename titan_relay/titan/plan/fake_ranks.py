@@ -24,6 +24,7 @@ from torchtitan.distributed import utils as distributed_utils
 from titan_relay.memory.devices import Device
 from titan_relay.moe import shadow_device
 from titan_relay.titan import balance_hook, experts, init
+from titan_relay.titan.plan.attention import flash_attention
 from titan_relay.titan.plan.routing import Routing, rows_per_expert
 
 
@@ -49,6 +50,7 @@ def fake_ranks(world_size: int, rank: int, routing: Routing, device: Device) -> 
             stack.enter_context(routing.supplied())
             if not device.is_cpu:
                 stack.enter_context(shadow_device(torch.device("cuda")))
+                stack.enter_context(flash_attention())
                 stack.enter_context(_replaced(experts, "has_grouped_gemm", _is_bfloat16))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(_ReadsZero())

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
+from titan_relay.memory.pricing import RoutedLayer
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -33,7 +35,8 @@ class Routing:
         Example: 64 rows of top-8 on 4 ranks with 2 experts each: 64 balanced; at worst each of
         the 4 * 8 tokens brings 2 rows, 64 too. With 16 experts each: 4 * 64.
         """
-        worst = num_ranks * (num_rows // top_k) * min(top_k, num_local)
+        layer = RoutedLayer(num_rows // top_k, top_k, 0, 0, num_local * num_ranks, num_ranks, 0)
+        worst = layer.worst_rows
         return worst if self.skew * num_rows >= worst else int(self.skew * num_rows)
 
     @contextmanager

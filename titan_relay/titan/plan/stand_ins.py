@@ -27,9 +27,7 @@ def without_files(config: RelayTrainer.Config) -> RelayTrainer.Config:
     config.metrics = SilentMetrics.Config()
     config.checkpoint = replace(config.checkpoint, enable=False)
     config.validator = replace(config.validator, enable=False)
-    config.profiler = replace(
-        config.profiler, enable_profiling=False, enable_memory_snapshot=False
-    )
+    config.profiler = replace(config.profiler, enable_profiling=False, enable_memory_snapshot=False)
     return config
 
 

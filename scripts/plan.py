@@ -1,0 +1,104 @@
+"""What a run needs before it starts: memory by owner, the relay's rings, whether it fits.
+
+    python scripts/plan.py --config train_configs/demo.toml --world-size 4 --device cpu
+    python scripts/plan.py --config FILE --world-size 64 --device h100-80g --seq-len 65536
+
+Runs the trainer's own step on fake tensors for one rank of `--world-size`; needs no GPU, no data
+and no other process. Further arguments are configuration keys, as for train.py. Exit code 1: it
+does not fit.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+# Fake CPU tensors stand for the device's, whatever this machine has.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+from titan_relay.config import Loaded, load_config, validate
+from titan_relay.memory.devices import device_named
+
+EXIT_DOES_NOT_FIT, EXIT_USER_ERROR = 1, 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, keys = parse(argv)
+    try:
+        device = device_named(args.device)
+        loaded = load(args.config, keys, args.seq_len)
+        validate(loaded.config, args.world_size, loaded.sources, files=False)
+        if not 0 <= args.rank < args.world_size:
+            raise ValueError(f"--rank {args.rank}: must be at least 0 and below --world-size")
+        if args.skew < 0:
+            raise ValueError(f"--skew {args.skew}: must be at least 0")
+    except ValueError as error:  # ConfigError among them
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    from titan_relay.memory.picture import svg_of
+    from titan_relay.titan.plan.changes import nearest_changes
+    from titan_relay.titan.plan.plan import plan_run
+    from titan_relay.titan.plan.report import plan_json, plan_lines
+
+    run = loaded.config
+    plan = plan_run(run, args.world_size, device, rank=args.rank, skew=args.skew)
+    changes = []
+    if plan.fits is False:
+        if not args.json:
+            print("Looking for changes that would make it fit ...", file=sys.stderr)
+        changes = nearest_changes(run, args.world_size, device)
+    if args.picture:
+        title = f"{args.config}, rank {args.rank} of {args.world_size} on {device.name}"
+        Path(args.picture).write_text(svg_of(plan.memory.curve, title, plan.usable_bytes))
+    if args.json:
+        fields = ("settings", "peak_bytes", "fits")
+        listed = [{name: getattr(change, name) for name in fields} for change in changes]
+        print(json.dumps(plan_json(plan) | {"changes": listed}, indent=2))
+    else:
+        print("\n".join([*plan_lines(plan), *(f"  {change.line()}" for change in changes)]))
+    return EXIT_DOES_NOT_FIT if plan.fits is False else 0
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """This script's arguments, and those that are configuration keys."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="the run's TOML file")
+    parser.add_argument("--world-size", type=positive, required=True, help="ranks of the run")
+    parser.add_argument("--device", required=True, help="such as h100-80g, a number of GiB, or cpu")
+    parser.add_argument("--seq-len", type=positive, help="instead of training.seq_len")
+    parser.add_argument("--rank", type=int, default=0, help="whose step (default 0)")
+    parser.add_argument(
+        "--skew", type=float, default=1.0,
+        help="rows that the all-to-all brings the rank, over a balanced router's (default 1)",
+    )  # fmt: skip
+    parser.add_argument("--picture", metavar="FILE.svg", help="draw memory over the step")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    return parser.parse_known_args(argv)
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def load(config: str, keys: list[str], seq_len: int | None) -> Loaded:
+    """The run's configuration; `seq_len` may be longer than the model's tables are made for."""
+    arguments = ["--config", config, *keys]
+    loaded = load_config(arguments)
+    if seq_len is None:
+        return loaded
+    longest = max(seq_len, loaded.config.model.max_seq_len)
+    arguments += ["--training.seq_len", str(seq_len), "--model.max_seq_len", str(longest)]
+    return load_config(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Plans tell the truth: the dry run on fake tensors against what real ranks allocate."""
+
+from __future__ import annotations
+
+import gc
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.distributed import run_ranks
+from tests.titan.runs import Run, a_run, config_file, layout, load_run
+from titan_relay.memory.devices import device_named
+from titan_relay.memory.step_memory import KEPT_EXPERTS, StepMemory
+
+MIB = 2**20
+CPU, H100 = device_named("cpu"), device_named("h100-80g")
+# torchtitan routes evenly on demand; what the all-to-all receives is then what a plan assumes.
+ALLTOALL = {"relay__dispatcher": "alltoall", "debug__moe_force_load_balance": True}
+RUNS = [
+    a_run("experts circulate", **layout(dp=2, ep=2), relay__circulate="experts"),
+    a_run("tokens circulate, cp 2", **layout(cp=2, ep=2), relay__circulate="tokens"),
+    a_run("accumulation", **layout(dp=2) | {"training__local_batch_size": 2}),
+    a_run("all-to-all", **layout(dp=2, ep=2), **ALLTOALL),
+    a_run("all-to-all, full", **layout(dp=2, ep=2), **ALLTOALL, activation_checkpoint__mode="full"),
+    a_run("chunked loss", **layout(dp=2, ep=2), loss__name="chunked_cross_entropy"),
+]
+
+
+def measure(folder: str, runs: list[Run]) -> dict[str, tuple[int, int]]:
+    """On real ranks: the peaks of a first and of a later step of this rank, by run."""
+    from titan_relay.titan.build import build_trainer_config
+    from titan_relay.titan.plan.recorder import record_step
+    from titan_relay.titan.plan.stand_ins import without_files
+
+    peaks = {}
+    for run in runs:
+        config = load_run(Path(folder), run)
+        trainer = without_files(build_trainer_config(config, dist.get_world_size())).build()
+        peaks[run.name] = tuple(record_step(trainer).first.live_bytes for _ in range(2))
+        trainer.close()
+        del trainer
+        gc.collect()
+    return peaks  # type: ignore[return-value]
+
+
+def without_group(function: Any, *args: Any) -> Any:
+    """Run something that needs a process without a process group, in a test's rank."""
+    dist.destroy_process_group()
+    result = function(*args)
+    rendezvous = tempfile.mktemp()
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    return result
+
+
+def predict(folder: str, runs: list[Run], world_size: int) -> dict[str, StepMemory]:
+    """Dry runs of rank 0."""
+    from titan_relay.titan.plan.dry_run import dry_run
+
+    return {run.name: dry_run(load_run(Path(folder), run), world_size, CPU) for run in runs}
+
+
+def test_predicted_peaks_are_those_of_real_ranks(tmp_path: Path) -> None:
+    config_file(tmp_path)
+    predicted = run_ranks(without_group, 1, predict, str(tmp_path), RUNS, 2)[0]
+    measured = run_ranks(measure, 2, str(tmp_path), RUNS)[0]
+    for run in RUNS:
+        memory = predicted[run.name]
+        ours = (memory.first.live_bytes, memory.steady.live_bytes)
+        # The same trainer on the same shapes: what differs is a few words of bookkeeping.
+        assert ours == pytest.approx(measured[run.name], rel=0.002), run.name
+
+
+def looks(folder: str) -> dict[str, Any]:
+    """What dry runs say about other devices, routings and depths."""
+    from titan_relay.titan.plan.changes import nearest_changes
+    from titan_relay.titan.plan.dry_run import dry_run
+    from titan_relay.titan.plan.extrapolate import peak_of
+    from titan_relay.titan.plan.plan import plan_run
+    from titan_relay.titan.plan.report import plan_json, plan_lines
+
+    path = Path(folder)
+    alltoall = load_run(path, a_run("", **layout(dp=4, ep=4), **ALLTOALL))
+    relay = load_run(path, a_run("", **layout(dp=4, ep=4)))
+    deep = replace(relay, model=replace(relay.model, num_layers=14))
+    small = device_named(str(3 / 1024))
+    plan = plan_run(relay, 4, H100)
+    return {
+        "balanced": dry_run(alltoall, 4, CPU).steady.live_bytes,
+        "worst": dry_run(alltoall, 4, CPU, skew=math.inf).steady.live_bytes,
+        "relay at worst": dry_run(relay, 4, CPU, skew=math.inf).steady.live_bytes,
+        "relay": dry_run(relay, 4, CPU).steady.live_bytes,
+        "deep": dry_run(deep, 4, CPU).steady.live_bytes,
+        "deep, from shallow": peak_of(deep, 4, CPU),
+        "lines": plan_lines(plan),
+        "json": plan_json(plan),
+        "changes": nearest_changes(alltoall, 4, small),
+        "priced": {ep: _kept_by_experts(path, ep) for ep in (1, 8)},
+    }
+
+
+def _kept_by_experts(path: Path, ep: int) -> int:
+    """Bytes that one all-to-all layer keeps, of 4096 tokens, D 2048, F 1024, top-8, bfloat16."""
+    from titan_relay.titan.plan.dry_run import dry_run
+
+    settings = {
+        "model__dim": 2048,
+        "model__num_layers": 1,
+        "model__moe__num_experts": 32,
+        "model__moe__top_k": 8,
+        "model__moe__expert_dim": 1024,
+        "model__max_seq_len": 4096,
+        "training__seq_len": 4096,
+        "training__local_batch_size": 1,
+    }
+    run = load_run(path, a_run("", **layout(dp=8, ep=ep) | settings, **ALLTOALL))
+    memory = dry_run(run, 8, H100)
+    kept = [point.by_category for point in memory.curve if point.phase.startswith("forward loss")]
+    from titan_relay.memory.step_memory import CATEGORIES
+
+    return max(point[CATEGORIES.index(KEPT_EXPERTS)] for point in kept)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("plan")
+    config_file(folder)
+    result: dict[str, Any] = run_ranks(without_group, 1, looks, str(folder))[0]
+    return result
+
+
+def test_only_the_all_to_all_fears_the_router(seen: dict[str, Any]) -> None:
+    assert seen["worst"] > 1.2 * seen["balanced"]
+    assert seen["relay at worst"] == seen["relay"]
+
+
+def test_a_deep_models_peak_follows_from_shallow_ones(seen: dict[str, Any]) -> None:
+    assert seen["deep, from shallow"] == pytest.approx(seen["deep"], rel=1e-3)
+
+
+def test_routed_rows_cost_the_same_at_any_expert_parallel_degree(seen: dict[str, Any]) -> None:
+    """Dispatched input 128 MiB and three SwiGLU intermediates of 64 MiB are kept, and no eighth."""
+    one, eight = seen["priced"][1], seen["priced"][8]
+    assert one == pytest.approx(eight, rel=0.15)
+    assert min(one, eight) >= (128 + 192) * MIB
+
+
+def test_the_report_names_peak_rings_and_verdict(seen: dict[str, Any]) -> None:
+    text = "\n".join(seen["lines"])
+    for words in ("parameters", "optimizer", "ring buffers", "circulating", "The peak is in"):
+        assert words in text
+    assert seen["lines"][-1].startswith("FITS")
+    assert seen["json"]["fits"] is True
+    assert seen["json"]["peak_bytes"] == sum(seen["json"]["at_peak_bytes"].values())
+
+
+def test_changes_are_valid_keys_with_their_peaks(seen: dict[str, Any]) -> None:
+    changes = seen["changes"]
+    assert changes, "nothing proposed"
+    assert any(change.fits for change in changes)
+    assert {"relay.dispatcher": "relay", "activation_checkpoint.mode": "none"} in [
+        change.settings for change in changes
+    ]

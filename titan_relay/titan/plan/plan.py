@@ -1,0 +1,83 @@
+"""The plan of a run: what one rank needs, what the relay will do, and whether it fits a device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from titan_relay.config import RunConfig, degrees_of
+from titan_relay.memory.devices import Device
+from titan_relay.memory.step_memory import StepMemory
+from titan_relay.titan.plan.dry_run import dry_run
+from titan_relay.titan.relay_plan import RelayPlan, relay_plan
+
+# What live tensors cannot have of a device: the driver's context, communication buffers, library
+# workspaces, and what an allocator loses between blocks.
+RESERVED_SHARE = 0.08
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before it starts.
+
+    Attributes:
+        memory: one rank's step under balanced routing (or the skew asked for).
+        worst_bytes: the same rank's peak if every token of every rank chooses its experts; None
+            if it was not asked for. The relay's does not depend on the routing.
+        relay: which ring runs and what it works with; None without one.
+    """
+
+    run: RunConfig
+    world_size: int
+    rank: int
+    device: Device
+    memory: StepMemory
+    worst_bytes: int | None
+    relay: RelayPlan | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of any step but the first, which needs less."""
+        return max(self.memory.steady.live_bytes, self.memory.first.live_bytes)
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What live tensors may have of the device; None on CPU."""
+        return usable_bytes(self.device)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within `usable_bytes`; None on CPU."""
+        return None if self.usable_bytes is None else self.peak_bytes <= self.usable_bytes
+
+
+def usable_bytes(device: Device) -> int | None:
+    """What live tensors may have of `device`; None on CPU."""
+    if device.capacity_bytes is None:
+        return None
+    return int(device.capacity_bytes * (1 - RESERVED_SHARE))
+
+
+def plan_run(
+    run: RunConfig,
+    world_size: int,
+    device: Device,
+    *,
+    rank: int = 0,
+    skew: float = 1.0,
+    worst: bool = True,
+) -> Plan:
+    """Plan a valid run; see `dry_run` for the arguments. `worst`: also look at the worst routing.
+
+    Raises:
+        RuntimeError: this process is in a process group already.
+    """
+    memory = dry_run(run, world_size, device, rank=rank, skew=skew)
+    worst_bytes: int | None = max(memory.steady.live_bytes, memory.first.live_bytes)
+    if run.relay.dispatcher == "alltoall" and degrees_of(run, world_size).ep > 1:
+        worst_bytes = None
+        if worst:
+            at_worst = dry_run(run, world_size, device, rank=rank, skew=math.inf)
+            worst_bytes = max(at_worst.steady.live_bytes, at_worst.first.live_bytes)
+    relay = relay_plan(run, world_size, on_cpu=device.is_cpu)
+    return Plan(run, world_size, rank, device, memory, worst_bytes, relay)
