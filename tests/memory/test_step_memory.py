@@ -18,13 +18,14 @@ from titan_relay.memory.step_memory import (
     PARAMETERS,
     Mark,
     Owners,
+    StepMemory,
     step_memory,
 )
 
 _MIB = 2**20
 
 
-def recorded_step():
+def recorded_step() -> StepMemory:
     """One block of one layer, by hand: every storage's birth and death with its phase."""
     marks, events = [], []
     live = 0
@@ -122,7 +123,8 @@ def test_few_local_experts_bound_the_worst_routing() -> None:
 def test_devices_by_name_and_by_size() -> None:
     assert device_named("h100-80g").capacity_bytes == 81559 * _MIB
     assert device_named("48.5").capacity_bytes == int(48.5 * 2**30)
-    assert device_named("cpu").is_cpu and not device_named("48.5").is_cpu
+    assert device_named("cpu").is_cpu
+    assert not device_named("48.5").is_cpu
     for wrong in ("h100", "-1", "inf", "nan", ""):
         with pytest.raises(ValueError, match="h100-80g"):
             device_named(wrong)

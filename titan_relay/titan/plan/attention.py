@@ -23,7 +23,7 @@ from titan_relay.titan.attention import CpuAttention, DocumentMask
 def flash_attention() -> Iterator[None]:
     """Attend as on CUDA inside."""
     forward, prepare = CpuAttention.forward, trainer.prepare_cpu_batch
-    CpuAttention.forward = _attend  # type: ignore[method-assign,assignment]
+    CpuAttention.forward = _attend  # type: ignore[method-assign]
     trainer.prepare_cpu_batch = _without_mask
     try:
         yield

@@ -130,8 +130,8 @@ def _relay_lines(plan: Plan) -> list[str]:
         (relay.backward, relay.backward_memory),
     ]
     lines = [f"{'relay, one layer (MiB)':<28} {'forward':>9} {'backward':>9}"]
-    rows = {
-        "circulating": [traffic.circulate for traffic, _ in pairs],
+    rows: dict[str, list[str]] = {
+        "circulating": [str(traffic.circulate) for traffic, _ in pairs],
         "sent if experts circulate": [_mib(traffic.experts_bytes) for traffic, _ in pairs],
         "sent if tokens circulate": [_mib(traffic.tokens_bytes) for traffic, _ in pairs],
         "results": [_mib(memory.result_bytes) for _, memory in pairs],
