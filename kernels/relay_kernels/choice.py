@@ -29,15 +29,14 @@ def uses_triton(kernels: str, device: torch.device, dtype: torch.dtype) -> bool:
     """
     if kernels not in KERNELS:
         raise KernelChoiceError(f"kernels = {kernels!r} must be one of {', '.join(KERNELS)}")
-    if kernels == "torch":
-        return False
+    if kernels == "torch" or (kernels == "auto" and device.type != "cuda"):
+        return False  # and triton need not even be installed
     reason = _why_not(device, dtype)
     if reason and kernels == "triton":
         raise KernelChoiceError(
             f'kernels = "triton" cannot be used: {reason}; use kernels = "auto" or "torch"'
         )
-    # The interpreter is for tests: it is asked for by name, never chosen.
-    return not reason and (kernels == "triton" or device.type == "cuda")
+    return not reason
 
 
 def is_interpreted() -> bool:

@@ -37,6 +37,12 @@ COMBINATIONS = [
         toml='[activation_checkpoint]\nmode = "full"',
     ),
     Wrong(
+        "the relay's determinism without the relay",
+        'case.toml: relay.deterministic = true: needs relay.dispatcher = "relay"; '
+        "use debug.deterministic",
+        toml='[relay]\ndispatcher = "alltoall"\ndeterministic = true',
+    ),
+    Wrong(
         "warning only without determinism",
         "case.toml: debug.deterministic_warn_only = true: needs debug.deterministic = true",
         toml="[debug]\ndeterministic_warn_only = true",

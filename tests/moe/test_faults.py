@@ -111,8 +111,15 @@ def test_wrong_shapes_and_dtypes_are_named(arguments, message):
         ({"max_rows_per_step": -3}, "max_rows_per_step = -3 must be"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank = 0 must be"),
         ({"grad_dtype": "fp8"}, "grad_dtype = 'fp8' must be one of"),
+        ({"kernels": "cuda"}, "kernels = 'cuda' must be one of 'auto', 'triton', 'torch'"),
     ],
 )
 def test_wrong_options_are_named(wrong, message):
     with pytest.raises(RelayUsageError, match=message):
         RelayOptions(**wrong)
+
+
+def test_kernels_that_cannot_run_are_refused():
+    inputs = [X.double(), SCORES, IDS, *(weight.double() for weight in (W1, W2, W3))]
+    with pytest.raises(RelayUsageError, match=r"it does not compute in torch\.float64"):
+        relay_moe(*inputs, options=RelayOptions(kernels="triton"))

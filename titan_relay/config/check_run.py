@@ -80,7 +80,13 @@ def _check_who_decides(config: RunConfig, sources: Sources) -> None:
 
 
 def check_debug(config: RunConfig, sources: Sources) -> None:
-    """Raise `ConfigError` for a debugging key that would do nothing."""
+    """Raise `ConfigError` for a promise that nothing would keep."""
+    if config.relay.deterministic and config.relay.dispatcher != "relay":
+        raise sources.error(
+            "relay.deterministic",
+            True,
+            'needs relay.dispatcher = "relay"; use debug.deterministic',
+        )
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         raise sources.error(
             "debug.deterministic_warn_only", True, "needs debug.deterministic = true"

@@ -186,6 +186,16 @@ class RelayConfig:
     grad_dtype: Literal["float32", "bfloat16"] = option("float32", titan="")
     """Type in which expert weight gradients are summed on their way round the ring."""
 
+    kernels: Literal["auto", "triton", "torch"] = option("auto", titan="")
+    """What computes the experts: fused Triton kernels or plain PyTorch. auto: Triton on a CUDA
+    device of compute capability 8.0 or newer, PyTorch elsewhere."""
+
+    deterministic: bool = option(False, titan="")
+    """Sum experts' outputs and input gradients in a fixed order, so that the same step on the same
+    ranks gives the same bits. PyTorch's sums, so every run on CPU, have one anyway; Triton's then
+    take a pass more over memory and room for max_rows_per_step rows. debug.deterministic = true
+    implies it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:

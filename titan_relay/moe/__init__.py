@@ -3,7 +3,7 @@
 Needs torch and ``relay_kernels`` only, so that any framework can use it.
 """
 
-from relay_kernels import SwiGLU
+from relay_kernels import KernelChoiceError, SwiGLU, uses_triton
 from titan_relay.moe.checkpointing import relay_checkpoint
 from titan_relay.moe.errors import NonFiniteError, RelayUsageError, RingError, RingMisuseError
 from titan_relay.moe.function import ExpertBiases, relay_moe, relay_ops
@@ -22,6 +22,7 @@ from titan_relay.moe.traffic import Traffic, backward_traffic, forward_traffic
 
 __all__ = [
     "ExpertBiases",
+    "KernelChoiceError",
     "LayerShape",
     "NonFiniteError",
     "RelayOptions",
@@ -45,4 +46,5 @@ __all__ = [
     "routing_peak_bytes",
     "set_ring_timeout",
     "shadow_device",
+    "uses_triton",
 ]

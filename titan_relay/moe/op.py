@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from relay_kernels import ExpertWeights, SwiGLU
+from relay_kernels import ExpertWeights, KernelChoiceError, SwiGLU, uses_triton
 from titan_relay.moe.call import RelayCall, Wants, find_ring, layer_shape
 from titan_relay.moe.checkpointing import value_is_needed
+from titan_relay.moe.errors import RelayUsageError
 from titan_relay.moe.layer import layer_backward, layer_forward
 from titan_relay.moe.options import options_from_spec
 from titan_relay.moe.routing import TokenSlices, sort_rows
@@ -147,6 +148,10 @@ def _call(
     ring = find_ring(group_name)
     num_ranks = 1 if ring is None else ring.link.size
     parsed = options_from_spec(options)
+    try:
+        uses_triton(parsed.kernels, x_TD.device, x_TD.dtype)
+    except KernelChoiceError as error:
+        raise RelayUsageError(f"RelayOptions: {error}") from error
     shape = layer_shape(x_TD, scores_TK, weights, num_ranks, parsed)
     return RelayCall(shape, parsed, SwiGLU(*activation), ring, operation)
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from relay_kernels.choice import KERNELS, Kernels
 from titan_relay.moe.errors import RelayUsageError
 
 AUTO: Literal["auto"] = "auto"
@@ -40,6 +41,13 @@ class RelayOptions:
             numbers of tokens, and choices and buffers follow this one; None: all have the same.
         grad_dtype: the dtype in which weight gradients travel and are summed: "float32",
             "bfloat16", "float16" or "float64". Never narrower than the weights' own.
+        kernels: "triton" (fused kernels on CUDA), "torch" (plain PyTorch), or "auto": Triton on a
+            CUDA device that has it, PyTorch elsewhere.
+        deterministic: sum in a fixed order, so that the same call gives the same bits again. That
+            is so in any case in plain PyTorch, where a step has each token once, and for weight and
+            score gradients. The fused kernels otherwise add a token's parts to outputs and input
+            gradients as they come; in a fixed order they write a step's parts first, ``R * D``
+            elements and 4 bytes per routed copy, and pass over them once more.
         check_finite: before each forward look for NaN, infinity and repeated expert ids, and
             raise on every rank. Costs a pass over the inputs and, on a device, a synchronisation.
             Ids out of range are found without it.
@@ -51,6 +59,8 @@ class RelayOptions:
     max_rows_per_step: int | Literal["auto"] = AUTO
     max_tokens_per_rank: int | None = None
     grad_dtype: str = "float32"
+    kernels: Kernels = AUTO
+    deterministic: bool = False
     check_finite: bool = False
     layer: str = ""
     # Made once here, not at each call: torch.compile then sees a constant.
@@ -70,6 +80,11 @@ class RelayOptions:
             raise RelayUsageError(
                 f"RelayOptions: grad_dtype = {self.grad_dtype!r} must be one of "
                 f"{', '.join(_GRAD_DTYPES)}"
+            )
+        if self.kernels not in KERNELS:
+            raise RelayUsageError(
+                f"RelayOptions: kernels = {self.kernels!r} must be one of "
+                f"{', '.join(repr(each) for each in KERNELS)}"
             )
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         object.__setattr__(self, "spec", json.dumps(values, sort_keys=True))

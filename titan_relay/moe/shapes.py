@@ -110,6 +110,8 @@ def step_shape(
         shape.expert_dim,
         shape.dtype,
         device,
+        kernels=options.kernels,
+        deterministic=options.deterministic,
         num_rows=num_tokens * shape.top_k,
         rows_per_expert=num_tokens * shape.top_k // shape.num_experts,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from titan_relay.config import ConfigError, RunConfig, Sources
+from titan_relay.moe import KernelChoiceError, uses_triton
 from titan_relay.titan import cpu
 
 _FLEX_BLOCK = 128  # FlexAttention's block; context parallelism cuts rows into whole blocks
@@ -19,6 +20,7 @@ def check_device(run: RunConfig, sources: Sources) -> None:
     Raises:
         ConfigError: one line with the key, the value and the fix.
     """
+    _check_kernels(run, sources)
     if cpu.on_cpu():
         for key, value, fix in _cpu_faults(run):
             raise sources.error(key, value, fix)
@@ -38,6 +40,16 @@ def check_device(run: RunConfig, sources: Sources) -> None:
             f"FlexAttention under context_parallel_degree = {cp} needs a multiple of "
             f"{cp} * {_FLEX_BLOCK}, such as {nearest}",
         )
+
+
+def _check_kernels(run: RunConfig, sources: Sources) -> None:
+    """Ask for a choice of kernels as the layers will."""
+    device = torch.device("cpu" if cpu.on_cpu() else "cuda")
+    try:
+        uses_triton(run.relay.kernels, device, torch.float32)
+    except KernelChoiceError as error:
+        reason = str(error).removeprefix(f'kernels = "{run.relay.kernels}" ')
+        raise sources.error("relay.kernels", run.relay.kernels, reason) from error
 
 
 def _local_ranks() -> int:

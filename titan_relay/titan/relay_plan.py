@@ -33,6 +33,8 @@ def relay_options(run: RunConfig) -> RelayOptions:
         max_rows_per_step=run.relay.max_rows_per_step,
         max_tokens_per_rank=run.relay.max_tokens_per_rank,
         grad_dtype=run.relay.grad_dtype,
+        kernels=run.relay.kernels,
+        deterministic=run.relay.deterministic or run.debug.deterministic,
         check_finite=run.debug.check_finite,
     )
 
@@ -71,12 +73,24 @@ def relay_plan(run: RunConfig, world_size: int, *, on_cpu: bool | None = None) -
 
     on_cpu: whether it runs on CPU; None: as this machine would.
     """
-    degrees = degrees_of(run, world_size)
-    if run.relay.dispatcher != "relay" or degrees.ep == 1:
+    if run.relay.dispatcher != "relay" or degrees_of(run, world_size).ep == 1:
         return None
     on_cpu = cpu.on_cpu() if on_cpu is None else on_cpu
+    shape, options = relay_shape(run, world_size, on_cpu=on_cpu), relay_options(run)
+    device = torch.device("cpu" if on_cpu else "cuda")
+    return RelayPlan(
+        forward=forward_traffic(shape, options),
+        backward=backward_traffic(shape, options),
+        forward_memory=forward_memory(shape, options, device),
+        backward_memory=backward_memory(shape, options, device),
+    )
+
+
+def relay_shape(run: RunConfig, world_size: int, *, on_cpu: bool) -> LayerShape:
+    """Every MoE layer of the run, for one microbatch."""
+    degrees = degrees_of(run, world_size)
     bfloat16 = not on_cpu and run.training.mixed_precision_param == "bfloat16"
-    shape = LayerShape(
+    return LayerShape(
         num_ranks=degrees.ep,
         num_tokens=run.relay.max_tokens_per_rank or microbatch_tokens(run, degrees),
         dim=run.model.dim,
@@ -84,13 +98,6 @@ def relay_plan(run: RunConfig, world_size: int, *, on_cpu: bool | None = None) -
         num_experts=run.model.moe.num_experts,
         top_k=run.model.moe.top_k,
         dtype=torch.bfloat16 if bfloat16 else torch.float32,
-    )
-    options, device = relay_options(run), torch.device("cpu" if on_cpu else "cuda")
-    return RelayPlan(
-        forward=forward_traffic(shape, options),
-        backward=backward_traffic(shape, options),
-        forward_memory=forward_memory(shape, options, device),
-        backward_memory=backward_memory(shape, options, device),
     )
 
 

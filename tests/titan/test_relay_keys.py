@@ -1,0 +1,36 @@
+"""`relay.kernels` and `relay.deterministic`: from the file to the layers' options."""
+
+import pytest
+
+from titan_relay.config import ConfigError, load_config
+from titan_relay.titan.check_device import check_device
+from titan_relay.titan.relay_plan import relay_options
+
+
+def load(*arguments):
+    return load_config(["--config", "train_configs/demo.toml", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kernels", "deterministic"),
+    [
+        ([], "auto", False),
+        (["--relay.kernels", "torch", "--relay.deterministic", "true"], "torch", True),
+        (["--debug.deterministic", "true"], "auto", True),
+    ],
+)
+def test_keys_become_options(arguments, kernels, deterministic):
+    options = relay_options(load(*arguments).config)
+    assert (options.kernels, options.deterministic) == (kernels, deterministic)
+
+
+def test_triton_on_cpu_is_refused_in_one_line(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("titan_relay.titan.cpu.on_cpu", lambda: True)
+    loaded = load("--relay.kernels", "triton")
+    with pytest.raises(ConfigError) as refused:
+        check_device(loaded.config, loaded.sources)
+    assert str(refused.value) == (
+        'command line: --relay.kernels = "triton": cannot be used: the tensors are on cpu, and it '
+        'runs on CUDA devices; use kernels = "auto" or "torch"'
+    )
