@@ -14,7 +14,7 @@ from titan_relay.titan.hf.architectures import ARCHITECTURES, REQUIRED, Architec
 from titan_relay.titan.hf.errors import HfError
 
 # Number of layers behind the model's own that only predict further tokens, as files call it.
-_MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +127,12 @@ def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     config |= {name: allowed[0] for name, allowed in architecture.only.items()}
     for key in architecture.keys:
-        value = value_of(model, key.toml) if key.write is None else key.write(model)
-        config |= dict.fromkeys(key.names, value)
-    config["rope_parameters"] = {
-        "rope_type": config.pop("rope_type"),
-        "rope_theta": config["rope_theta"],
-    }
-    return config
+        if not key.in_rope:
+            value = value_of(model, key.toml) if key.write is None else key.write(model)
+            config |= dict.fromkeys(key.names, value)
+    config.pop("rope_type")
+    config["rope_parameters"] = architecture.rope(model)
+    return config | (architecture.extra(model) if architecture.extra is not None else {})
 
 
 def first_difference(model: ModelConfig, config: Mapping[str, Any]) -> Difference | None:
@@ -154,7 +153,7 @@ def first_difference(model: ModelConfig, config: Mapping[str, Any]) -> Differenc
 
 def mtp_layers(config: Mapping[str, Any]) -> range:
     """Layers of a folder's weights that only predict further tokens; they are not trained here."""
-    counts = [config[name] for name in _MTP_NAMES if config.get(name)]
+    counts = [config[name] for name in MTP_NAMES if config.get(name)]
     first = config.get("num_hidden_layers", 0)
     return range(first, first + (counts[0] if counts else 0))
 

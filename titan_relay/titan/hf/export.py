@@ -14,9 +14,9 @@ import torch
 
 from titan_relay.config.schema import ModelConfig, TokenizerConfig
 from titan_relay.config.toml_text import toml_value
-from titan_relay.titan.hf.config_json import config_of, first_difference, mtp_layers
+from titan_relay.titan.hf.config_json import MTP_NAMES, config_of, first_difference, mtp_layers
 from titan_relay.titan.hf.errors import HfError
-from titan_relay.titan.hf.folder import CONFIG, read_config, read_json, tokenizer_files
+from titan_relay.titan.hf.folder import CONFIG, INDEX, read_config, read_json, tokenizer_files
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts
 
@@ -70,9 +70,16 @@ def exported_config(model: ModelConfig, assets: Path | None, dtype: torch.dtype)
     for name in ("dtype", "torch_dtype"):
         if name in config:
             config[name] = dtype_name
-    if len(mtp_layers(config)):
-        config["num_nextn_predict_layers"] = 0  # those layers were not trained and are not there
+    if _has_layers(assets, mtp_layers(config)):
+        # The source has weights for these layers; they were left out, and are not exported.
+        config |= {name: 0 for name in MTP_NAMES if name in config}
     return config
+
+
+def _has_layers(folder: Path, layers: range) -> bool:
+    index = folder / INDEX
+    names = read_json(index).get("weight_map", {}) if index.is_file() else {}
+    return any(name.startswith(f"model.layers.{layer}.") for name in names for layer in layers)
 
 
 def write_assets(out: Path, config: dict[str, Any], files: list[Path] | None) -> None:
