@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if loaded.print_config:
             _say(rank, to_toml(loaded.config))
             return 0
-        validate(loaded.config, world_size, loaded.sources)
-        return _train(loaded, world_size)
+        validate(loaded.config, world_size, loaded.sources, files=not loaded.plan)
+        return _plan(loaded, rank, world_size) if loaded.plan else _train(loaded, world_size)
     except ConfigError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -52,6 +52,15 @@ def _train(loaded: Loaded, world_size: int) -> int:
     from titan_relay.titan.run import run
 
     return run(loaded.config, world_size, loaded.sources)
+
+
+def _plan(loaded: Loaded, rank: int, world_size: int) -> int:
+    """Rank 0 plans; the run that is planned needs no data here."""
+    if rank != 0:
+        return 0
+    from titan_relay.titan.plan.foreground import print_plan
+
+    return print_plan(loaded.config, world_size)
 
 
 def _single_process_environment() -> None:

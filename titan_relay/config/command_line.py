@@ -1,4 +1,5 @@
-"""The command line: ``--config FILE``, ``--section.key value``, ``--print-config``, ``--help``.
+"""The command line: ``--config FILE``, ``--section.key value``, ``--print-config``, ``--plan``,
+``--help``.
 
 Written against the schema rather than with an argument parser: argparse and tyro abbreviate,
 convert and report in several lines with a usage text, and tyro takes defaults from a file
@@ -19,6 +20,8 @@ from titan_relay.config.settings import Setting
 from titan_relay.config.suggest import where_key_belongs
 from titan_relay.config.values import parse_toml_value, read_value
 
+_SWITCHES = ("print-config", "plan")  # what may be asked for besides a run
+
 
 @dataclass(frozen=True)
 class CommandLine:
@@ -27,6 +30,7 @@ class CommandLine:
     config_file: str | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict)
     print_config: bool = False
+    plan: bool = False
     help: bool = False
 
 
@@ -38,7 +42,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     if any(argument in ("--help", "-h") for argument in argv):
         return CommandLine(help=True)
     config_file = None
-    print_config = False
+    asked = dict.fromkeys(_SWITCHES, False)
     settings: dict[str, Setting] = {}
     for name, text in _pairs(argv):
         if name == "config":
@@ -47,13 +51,13 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
                     text, f"{config_file} is given too; name one, which can extend a base file"
                 )
             config_file = _needed(name, text)
-        elif name == "print-config":
+        elif name in _SWITCHES:
             if text is not None:
-                raise Place(COMMAND_LINE, "--print-config").error(text, "takes no value")
-            print_config = True
+                raise Place(COMMAND_LINE, f"--{name}").error(text, "takes no value")
+            asked[name] = True
         else:
             settings[name] = _setting(name, text)
-    return CommandLine(config_file, settings, print_config)
+    return CommandLine(config_file, settings, asked["print-config"], asked["plan"])
 
 
 def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -68,7 +72,7 @@ def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             )
         if equals:
             yield name, text
-        elif name != "print-config" and rest and not rest[0].startswith("--"):
+        elif name not in _SWITCHES and rest and not rest[0].startswith("--"):
             yield name, rest.pop(0)
         else:
             yield name, None

@@ -19,6 +19,7 @@ Trains the model that FILE.toml describes. Every key below can be written in the
 
   --config FILE.toml   the configuration; its key "base" names a file, or several, to extend
   --print-config       print the final configuration as TOML and exit
+  --plan               print what memory the run will take on this machine, and exit
   --help               print this and exit
 """
 

@@ -20,6 +20,7 @@ class Loaded:
     config: RunConfig
     sources: Sources
     print_config: bool = False
+    plan: bool = False
 
 
 def load_config(argv: Sequence[str]) -> Loaded:
@@ -41,4 +42,5 @@ def load(command: CommandLine) -> Loaded:
     settings = read_file(command.config_file) | dict(command.settings)
     given = {path: setting.source for path, setting in settings.items()}
     config = build(settings, command.config_file)
-    return Loaded(config, Sources(command.config_file, given), command.print_config)
+    sources = Sources(command.config_file, given)
+    return Loaded(config, sources, command.print_config, command.plan)

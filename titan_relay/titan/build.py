@@ -162,6 +162,7 @@ def _checkpoint(run: RunConfig) -> RelayCheckpointManager.Config:
 
 def _metrics(run: RunConfig) -> RelayMetricsProcessor.Config:
     values = _fields(run.metrics)
+    del values["plan"]  # the trainer's
     values["disable_color_printing"] |= not sys.stderr.isatty()
     compiled = run.compile.enable and "model" in run.compile.components
     return RelayMetricsProcessor.Config(

@@ -113,6 +113,8 @@ class RelayMetricsProcessor(MetricsProcessor):
         self._reported_step = 0
         self._validation_start: float | None = None
         self._unmeasured: _Interval | None = None
+        self.live_peak_bytes: int | None = None
+        """This rank's live-tensor peak at its last report; None before."""
         self._sources: list[tuple[Source, Reduction | Literal["same"]]] = []
         self._time_left = TimeLeft(config.total_steps)
         self._speed = SpeedMeter(parallel_dims.world_size, None if has_quantization else peak_flops)
@@ -220,6 +222,12 @@ class RelayMetricsProcessor(MetricsProcessor):
         if self.is_metrics_rank:
             logger.info(validation_line(step, self.config.total_steps, loss, seconds, self.color))
 
+    def note(self, tag: str, text: str, step: int) -> None:
+        """Write a text beside the curves, on a rank that writes them."""
+        for each in getattr(self.logger, "_loggers", ()):
+            if isinstance(each, CurveLogger):
+                each.log_text(tag, text, step)
+
     def close(self) -> None:
         """Close the files and let other runs use the folder."""
         self.logger.close()
@@ -299,8 +307,11 @@ class RelayMetricsProcessor(MetricsProcessor):
     def _memory_curves(self) -> dict[str, float]:
         monitor = self.device_memory_monitor
         if isinstance(monitor, CpuMemoryMonitor):
+            self.live_peak_bytes = monitor.live_peak_bytes
             return over_ranks(monitor.curves(), "max")
-        return over_ranks(device_curves(monitor), "max")
+        curves = device_curves(monitor)
+        self.live_peak_bytes = int(curves["memory/live_peak(GiB)"] * 2**30)
+        return over_ranks(curves, "max")
 
     def _source_curves(self) -> dict[str, float]:
         curves: dict[str, float] = {}

@@ -60,6 +60,13 @@ class CurveLogger(BaseLogger):
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        """Write one text, shown as Markdown."""
+        if self._writer is None:
+            self._writer = self._open(step)
+        self._writer.add_text(tag, text, step)
+        self._writer.flush()
+
     def close(self) -> None:
         """Close the file and let other runs use the folder."""
         if self._writer is not None:

@@ -22,6 +22,7 @@ from titan_relay.titan.check_device import check_device
 from titan_relay.titan.check_tokenizer import check_tokenizer
 from titan_relay.titan.failures import broken_message, broken_operation
 from titan_relay.titan.metrics_folder import FolderError, FolderLock
+from titan_relay.titan.plan.watch import PlanWatch
 from titan_relay.titan.resume import check_checkpoint, check_dump_folder, find_checkpoint
 from titan_relay.titan.summary import log_summary
 from titan_relay.titan.trainer import RelayTrainer
@@ -84,6 +85,7 @@ def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
         trainer = trainer_config.build()
         if trainer.metrics_processor.is_metrics_rank:
             logger.setLevel(logging.INFO)  # under pipeline parallelism rank 0 has no loss to report
+        _start_plan(trainer)
         trainer.train()
         return 0
     except (FolderError, NonFiniteRouterError) as error:  # the same on every rank
@@ -112,6 +114,13 @@ def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
             trainer.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _start_plan(trainer: RelayTrainer) -> None:
+    """Have the rank that reports plan the run while it trains."""
+    metrics, run = trainer.metrics_processor, trainer.config.run
+    if metrics.is_metrics_rank and run.metrics.plan:
+        trainer.plan_watch = PlanWatch(run, dist.get_world_size(), dist.get_rank(), metrics)
 
 
 def _init_logging(rank: int) -> None:

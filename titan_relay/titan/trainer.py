@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtitan.trainer import Trainer
@@ -17,6 +17,9 @@ from titan_relay.titan.balance_hook import BalanceStep, moe_layers
 from titan_relay.titan.curves import StepCurves
 from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.relay_plan import relay_plan
+
+if TYPE_CHECKING:  # planning runs this trainer
+    from titan_relay.titan.plan.watch import PlanWatch
 
 
 class RelayTrainer(Trainer):
@@ -49,6 +52,7 @@ class RelayTrainer(Trainer):
         self.metrics_processor.add_source(curves.relay, over="mean")
         self.metrics_processor.add_source(curves.relay_wait, over="max")
         self.curves = curves
+        self.plan_watch: PlanWatch | None = None  # set where a plan of this run is wanted
 
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
@@ -61,8 +65,14 @@ class RelayTrainer(Trainer):
         torch.manual_seed(step_seed(self.config.run.debug.seed, self.step))
         self.balance.step = self.step
         self.curves.num_steps += 1
+        plan = self.plan_watch
+        if plan is not None:
+            has_state = any(optimizer.state for optimizer in self.optimizers.optimizers)
+            plan.before_step(has_optimizer_state=has_state)
         with self.metrics_processor.step_memory(self.step):
             super().train_step(data_iterator)
+        if plan is not None:
+            plan.after_step(self.step)
 
     def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> Any:
         """Run one microbatch forward and backward."""
@@ -85,6 +95,13 @@ class RelayTrainer(Trainer):
         )
         self.ntokens_seen += labels.numel()
         return inputs, labels, {"positions": positions, "attention_masks": mask}
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        plan: PlanWatch | None = getattr(self, "plan_watch", None)  # not there if building failed
+        if plan is not None:
+            plan.close()
+        super().close()
 
 
 def step_seed(seed: int, step: int) -> int:

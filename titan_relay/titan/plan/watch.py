@@ -1,0 +1,92 @@
+"""The plan of a run under way: logged when it is ready, and held against what is measured."""
+
+from __future__ import annotations
+
+import torch
+from torchtitan.tools.logging import logger
+
+from titan_relay.config import RunConfig
+from titan_relay.memory.devices import CPU, Device
+from titan_relay.titan import cpu
+from titan_relay.titan.metrics import RelayMetricsProcessor
+from titan_relay.titan.plan.background import BackgroundPlan, PlanError, Planned, Request
+
+_TOLERANCE = 0.05
+_MIB = 2**20
+
+
+def this_device() -> Device:
+    """The device that this process trains on."""
+    if cpu.on_cpu():
+        return Device(CPU, None)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Device(properties.name, properties.total_memory)
+
+
+class PlanWatch:
+    """Follows a plan from its start to its report, over the first steps of a run.
+
+    Args:
+        metrics: of a rank that reports; knows what a step took, and has the curves' folder.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        world_size: int,
+        rank: int,
+        metrics: RelayMetricsProcessor,
+    ) -> None:
+        self._metrics = metrics
+        self._plan: BackgroundPlan | None = BackgroundPlan(
+            Request(run, world_size, rank, this_device(), worst=False)
+        )
+        self._measured_bytes: int | None = None
+        self._had_state: bool | None = None
+        self._alltoall = run.relay.dispatcher == "alltoall"
+
+    def before_step(self, *, has_optimizer_state: bool) -> None:
+        """Note whether the first step of this process begins with state from a checkpoint."""
+        if self._had_state is None:
+            self._had_state = has_optimizer_state
+
+    def after_step(self, step: int) -> None:
+        """Take the first step's measurement; report once the plan is there."""
+        if self._measured_bytes is None:
+            self._measured_bytes = self._metrics.live_peak_bytes
+        if self._plan is None:
+            return
+        try:
+            planned = self._plan.poll()
+        except PlanError as error:
+            logger.warning(f"There is no plan of this run: {error}")
+            self.close()
+            return
+        if planned is not None:
+            self._report(planned, step)
+            self.close()
+
+    def close(self) -> None:
+        """Stop planning if the run ends first."""
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
+
+    def _report(self, planned: Planned, step: int) -> None:
+        lines = [*planned.lines, *self._comparison(planned)]
+        logger.info("Plan of this rank:\n" + "\n".join(lines))
+        self._metrics.note("plan", "    " + "\n    ".join(lines), step)
+
+    def _comparison(self, planned: Planned) -> list[str]:
+        if not self._measured_bytes:
+            return []
+        predicted = planned.steady_bytes if self._had_state else planned.first_bytes
+        ratio = self._measured_bytes / predicted
+        line = (
+            f"First step: predicted {predicted / _MIB:.1f} MiB, measured "
+            f"{self._measured_bytes / _MIB:.1f} MiB, {ratio - 1:+.1%}"
+        )
+        if abs(ratio - 1) > _TOLERANCE:
+            why = " The router was not balanced, or" if self._alltoall else ""
+            logger.warning(f"{line}.{why} the plan does not see all of this run.")
+        return [line]
