@@ -20,7 +20,15 @@ from dataclasses import dataclass
 import torch
 
 from relay_kernels.activation import SwiGLU, activate_for_backward_
-from relay_kernels.forward_step import Segment, of_expert, steps
+from relay_kernels.forward_step import (
+    Part,
+    Segment,
+    add_rows_,
+    products_,
+    steps,
+    store_,
+    transposed,
+)
 from relay_kernels.weights import ExpertWeights
 from relay_kernels.workspace import BackwardWorkspace
 
@@ -59,23 +67,27 @@ def backward_experts_(
     top_k = scores_TK.shape[1]
     if gradients.weights is not None and not gradients.accumulate_weights:
         _zero_experts_without_rows(gradients.weights, segments)
-    for expert, first, last in steps(segments, workspace.max_rows):
+    for first, last, parts in steps(segments, workspace.max_rows):
         row_n, token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
         num_rows = last - first
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         g_nD = torch.index_select(dout_TD, 0, token_n, out=workspace.g_RD[:num_rows])
         dh1_nF, dh3_nF, a_nF = _hidden_gradients(
-            gradients, x_nD, g_nD, row_n, score_n1, weights, expert, activation, workspace
+            gradients, x_nD, g_nD, row_n, score_n1, weights, parts, activation, workspace
         )
         if gradients.weights is not None:
-            accumulate = gradients.accumulate_weights or first != segments[expert][0]
-            products = ((dh1_nF, x_nD), (g_nD, a_nF), (dh3_nF, x_nD))
-            _weight_gradients_(gradients.weights, expert, accumulate, products, workspace)
-            _bias_gradients_(gradients.weights, expert, accumulate, dh1_nF, g_nD, dh3_nF, score_n1)
+            for part in parts:
+                accumulate = gradients.accumulate_weights or not part.begins
+                step = (dh1_nF, dh3_nF, a_nF, x_nD, g_nD, score_n1)
+                operands = [tensor[part.rows] for tensor in step]
+                _weight_gradients_(gradients.weights, part.expert, accumulate, operands, workspace)
         if gradients.dx_TD is not None:
-            dx_nD = torch.mm(dh1_nF, weights.w1_gFD[expert], out=g_nD)
-            dx_nD.addmm_(dh3_nF, weights.w3_gFD[expert])
-            gradients.dx_TD.index_add_(0, token_n, dx_nD)
+            for part in parts:
+                dx_pD = torch.mm(
+                    dh1_nF[part.rows], weights.w1_gFD[part.expert], out=g_nD[part.rows]
+                )
+                dx_pD.addmm_(dh3_nF[part.rows], weights.w3_gFD[part.expert])
+            add_rows_(gradients.dx_TD, token_n, g_nD, parts)
 
 
 def _hidden_gradients(
@@ -85,53 +97,80 @@ def _hidden_gradients(
     row_n: torch.Tensor,
     score_n1: torch.Tensor,
     weights: ExpertWeights,
-    expert: int,
+    parts: Sequence[Part],
     activation: SwiGLU,
     workspace: BackwardWorkspace,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``dh1, dh3`` and ``a``, all scaled by the score; writes the score gradients.
 
-    Five buffers of width F suffice because each is given a new meaning as soon as its old one has
-    been used for the last time.
+    They take the places of ``h1, h3`` and ``u``, block by block.
     """
     num_rows, hidden = x_nD.shape[0], workspace.hidden
-    h1_nF, h3_nF, u_nF, gate_nF, a_nF = hidden.math(num_rows)
-    hidden.product(x_nD, weights.w1_gFD[expert].t(), of_expert(weights.b1_gF, expert), h1_nF)
-    hidden.product(x_nD, weights.w3_gFD[expert].t(), of_expert(weights.b3_gF, expert), h3_nF)
-    hidden.product(g_nD, weights.w2_gDF[expert], None, u_nF)
-    cut1_nF, cut3_nF = activate_for_backward_(h1_nF, h3_nF, gate_nF, a_nF, activation)
-
-    dh3_nF = gate_nF.mul_(u_nF)
-    u_nF.mul_(h3_nF)
+    h1_nF, h3_nF, u_nF = hidden.wide(num_rows)
+    products_(h1_nF, x_nD, transposed(weights.w1_gFD), weights.b1_gF, parts)
+    products_(h3_nF, x_nD, transposed(weights.w3_gFD), weights.b3_gF, parts)
+    products_(u_nF, g_nD, weights.w2_gDF.unbind(0), None, parts)
+    dscore_n = workspace.dscore_R[:num_rows]
+    for rows in hidden.blocks(num_rows):
+        block = hidden.load(h1_nF[rows], h3_nF[rows], u_nF[rows])
+        extra = hidden.extra(rows.stop - rows.start)
+        dscore = None if gradients.dscores_TK is None else dscore_n[rows]
+        results = _block_gradients([*block, *extra], score_n1[rows], activation, workspace, dscore)
+        for target, value in zip((h1_nF, h3_nF, u_nF), results, strict=True):
+            store_(target[rows], value)
     if gradients.dscores_TK is not None:
-        # <u, a> = sum over F of (u * gate) * h3; h3 is not needed after this.
-        dscore_n = workspace.dscore_R[:num_rows]
-        torch.mv(h3_nF.mul_(dh3_nF), workspace.ones_F, out=dscore_n)
         if weights.b2_gD is not None:
-            dscore_n.add_(torch.mv(g_nD, weights.b2_gD[expert]))
+            for part in parts:
+                dscore_n[part.rows] += torch.mv(g_nD[part.rows], weights.b2_gD[part.expert])
         dscores_N = gradients.dscores_TK.view(-1)
         dscores_N.index_copy_(0, row_n, dscore_n.to(dscores_N.dtype))
-    dh1_nF = torch.ops.aten.silu_backward.grad_input(u_nF, h1_nF, grad_input=h3_nF)
-    if cut1_nF is not None and cut3_nF is not None:
-        dh1_nF.masked_fill_(cut1_nF, 0.0)
-        dh3_nF.masked_fill_(cut3_nF, 0.0)
-    return (
-        hidden.operand(0, dh1_nF.mul_(score_n1)),
-        hidden.operand(1, dh3_nF.mul_(score_n1)),
-        hidden.operand(2, a_nF.mul_(score_n1)),
-    )
+    return h1_nF, h3_nF, u_nF
+
+
+def _block_gradients(
+    buffers: Sequence[torch.Tensor],
+    score_b1: torch.Tensor,
+    activation: SwiGLU,
+    workspace: BackwardWorkspace,
+    dscore_b: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``dh1, dh3, a`` of a block, each scaled by the score, in the place of ``h1, h3, u``.
+
+    ``buffers`` are those three and two more. A buffer is given a new meaning as soon as its old one
+    has been used for the last time.
+    """
+    h1_bF, h3_bF, u_bF, gate_bF, a_bF = buffers
+    cut1_bF, cut3_bF = activate_for_backward_(h1_bF, h3_bF, gate_bF, a_bF, activation)
+    dh3_bF = gate_bF.mul_(u_bF)
+    u_bF.mul_(h3_bF)
+    if dscore_b is not None:
+        # <u, a> = sum over F of (u * gate) * h3; h3 is not needed after this.
+        torch.mv(h3_bF.mul_(dh3_bF), workspace.ones_F, out=dscore_b)
+    dh1_bF = torch.ops.aten.silu_backward.grad_input(u_bF, h1_bF, grad_input=h1_bF)
+    if cut1_bF is not None and cut3_bF is not None:
+        dh1_bF.masked_fill_(cut1_bF, 0.0)
+        dh3_bF.masked_fill_(cut3_bF, 0.0)
+    dh1_bF.mul_(score_b1)
+    torch.mul(dh3_bF, score_b1, out=h3_bF)
+    torch.mul(a_bF, score_b1, out=u_bF)
+    return dh1_bF, h3_bF, u_bF
 
 
 def _weight_gradients_(
     into: ExpertWeights,
     expert: int,
     accumulate: bool,
-    products: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    operands: Sequence[torch.Tensor],
     workspace: BackwardWorkspace,
 ) -> None:
-    """Sum one step's ``left^T right`` into W1's, W2's and W3's gradients (or begin them)."""
-    totals = (into.w1_gFD[expert], into.w2_gDF[expert], into.w3_gFD[expert])
-    for total, (left_nA, right_nB) in zip(totals, products, strict=True):
+    """Sum one part's ``left^T right`` into W1's, W2's and W3's gradients (or begin them)."""
+    dh1_nF, dh3_nF, a_nF, x_nD, g_nD, score_n1 = operands
+    products = (
+        (into.w1_gFD[expert], dh1_nF, x_nD),
+        (into.w2_gDF[expert], g_nD, a_nF),
+        (into.w3_gFD[expert], dh3_nF, x_nD),
+    )
+    for total, left_nA, right_nB in products:
         if workspace.product is None:
             # beta = 0 ignores what is in the buffer: an expert's first step needs no zeros.
             total.addmm_(left_nA.t(), right_nB, beta=1 if accumulate else 0)
@@ -140,6 +179,7 @@ def _weight_gradients_(
         product = workspace.product.view(total.shape)
         torch.mm(left_nA.t(), right_nB, out=product)
         _add_or_begin_(total, product, accumulate)
+    _bias_gradients_(into, expert, accumulate, dh1_nF, g_nD, dh3_nF, score_n1)
 
 
 def _bias_gradients_(

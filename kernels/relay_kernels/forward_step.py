@@ -1,12 +1,14 @@
 """Forward of some consecutive experts over the rows routed to them, in plain PyTorch.
 
-Steps of at most R rows of one expert, each a few products into buffers that already exist.
+Steps of at most R rows, each of one expert or of several: gathers, scores and the activation are
+done for a whole step, products expert by expert, all into buffers that already exist.
 
 Shape legend: T tokens, K top-k, N = T * K routed rows, n rows of this step (at most R), D model
 dimension, F expert hidden dimension, g experts held together.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +18,9 @@ from relay_kernels.workspace import ForwardWorkspace
 
 # Rows ``start <= i < end`` of the sorted rows belong to one expert.
 Segment = tuple[int, int]
+
+# Up to here it pays to gather and activate the rows of several experts together.
+_SHARED_STEP_ROWS = 256
 
 
 def step_forward_experts_(
@@ -32,27 +37,108 @@ def step_forward_experts_(
     scores_N = scores_TK.reshape(-1)
     top_k = scores_TK.shape[1]
     hidden = workspace.hidden
-    for expert, first, last in steps(segments, workspace.max_rows):
+    w1, w3, w2 = transposed(weights.w1_gFD), transposed(weights.w3_gFD), transposed(weights.w2_gDF)
+    for first, last, parts in steps(segments, workspace.max_rows):
         _, token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
         num_rows = last - first
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
-        h1_nF, h3_nF = hidden.math(num_rows)
-        hidden.product(x_nD, weights.w1_gFD[expert].t(), of_expert(weights.b1_gF, expert), h1_nF)
-        hidden.product(x_nD, weights.w3_gFD[expert].t(), of_expert(weights.b3_gF, expert), h3_nF)
-        # The score is applied to F columns before the down projection, not to D after it.
-        a_nF = hidden.operand(0, activate_(h1_nF, h3_nF, activation).mul_(score_n1))
-        y_nD = torch.mm(a_nF, weights.w2_gDF[expert].t(), out=workspace.y_RD[:num_rows])
+        h1_nF, h3_nF = hidden.wide(num_rows)
+        products_(h1_nF, x_nD, w1, weights.b1_gF, parts)
+        products_(h3_nF, x_nD, w3, weights.b3_gF, parts)
+        for rows in hidden.blocks(num_rows):
+            h1, h3 = hidden.load(h1_nF[rows], h3_nF[rows])
+            # The score is applied to F columns before the down projection, not to D after it.
+            store_(h1_nF[rows], activate_(h1, h3, activation).mul_(score_n1[rows]))
+        y_nD = workspace.y_RD[:num_rows]
+        products_(y_nD, h1_nF, w2, None, parts)
         if weights.b2_gD is not None:
-            y_nD.addr_(score_n1.squeeze(1).to(y_nD.dtype), weights.b2_gD[expert])
-        out_TD.index_add_(0, token_n, y_nD)
+            for part in parts:
+                score_p = score_n1[part.rows].squeeze(1).to(y_nD.dtype)
+                y_nD[part.rows].addr_(score_p, weights.b2_gD[part.expert])
+        add_rows_(out_TD, token_n, y_nD, parts)
 
 
-def steps(segments: Sequence[Segment], max_rows: int) -> Iterator[tuple[int, int, int]]:
-    """``(expert, first, last)``: every segment cut into steps of at most ``max_rows`` rows."""
+@dataclass(frozen=True)
+class Part:
+    """The rows of one expert within a step; ``begins`` where the expert's own rows begin."""
+
+    expert: int
+    rows: slice
+    begins: bool
+
+
+def steps(
+    segments: Sequence[Segment], max_rows: int
+) -> Iterator[tuple[int, int, tuple[Part, ...]]]:
+    """``(first, last, parts)``: the rows of adjoining segments, at most ``max_rows`` at a time.
+
+    Experts with few rows share a step, and those with too many have several. Example: segments
+    ``[(0, 1), (1, 1), (1, 3), (3, 8)]`` by 4 rows are the steps ``(0, 3)`` of experts 0 and 2, and
+    ``(3, 7)`` and ``(7, 8)`` of expert 3.
+    """
+    waiting: list[tuple[int, int, int]] = []  # (expert, start, end) of small ones
     for expert, (start, end) in enumerate(segments):
-        for first in range(start, end, max_rows):
-            yield expert, first, min(first + max_rows, end)
+        if waiting and end - waiting[0][1] > min(max_rows, _SHARED_STEP_ROWS):
+            yield _step(waiting, segments)
+            waiting = []
+        while end - start > max_rows:
+            yield _step([(expert, start, start + max_rows)], segments)
+            start += max_rows
+        if start < end:
+            waiting.append((expert, start, end))
+    if waiting:
+        yield _step(waiting, segments)
 
 
-def of_expert(bias_gX: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if bias_gX is None else bias_gX[expert]
+def _step(
+    spans: Sequence[tuple[int, int, int]], segments: Sequence[Segment]
+) -> tuple[int, int, tuple[Part, ...]]:
+    first = spans[0][1]
+    parts = [
+        Part(expert, slice(start - first, end - first), begins=start == segments[expert][0])
+        for expert, start, end in spans
+    ]
+    return first, spans[-1][2], tuple(parts)
+
+
+def products_(
+    out_nB: torch.Tensor,
+    left_nA: torch.Tensor,
+    right: Sequence[torch.Tensor],
+    bias_gB: torch.Tensor | None,
+    parts: Sequence[Part],
+) -> None:
+    """``out = left right[expert] + bias[expert]``, part by part."""
+    for part in parts:
+        rows = part.rows
+        if bias_gB is None:
+            torch.mm(left_nA[rows], right[part.expert], out=out_nB[rows])
+        else:
+            bias_B = bias_gB[part.expert]
+            torch.addmm(bias_B, left_nA[rows], right[part.expert], out=out_nB[rows])
+
+
+def store_(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Round ``value`` into ``target``, unless it was computed there."""
+    if value.data_ptr() != target.data_ptr():
+        target.copy_(value)
+
+
+def add_rows_(
+    total_TD: torch.Tensor, token_n: torch.Tensor, value_nD: torch.Tensor, parts: Sequence[Part]
+) -> None:
+    """Sum a step's rows into their tokens, in a fixed order.
+
+    A token may be there once for each expert. A CPU sums row by row; a device sums in any order, so
+    there each expert's rows, with no token twice, are summed by themselves.
+    """
+    if total_TD.device.type == "cpu":
+        total_TD.index_add_(0, token_n, value_nD)
+        return
+    for part in parts:
+        total_TD.index_add_(0, token_n[part.rows], value_nD[part.rows])
+
+
+def transposed(weights_gAB: torch.Tensor) -> list[torch.Tensor]:
+    """Each expert's matrix as ``B x A``."""
+    return list(weights_gAB.transpose(1, 2).unbind(0))

@@ -10,11 +10,15 @@ products and not at every elementary operation; otherwise in the dtype itself, w
 Shape legend: R rows per step, n rows of this step, D model dimension, F expert hidden dimension.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from relay_kernels.choice import uses_triton
+
+# 256 KiB of float32: a core's second-level cache holds a backward's five such buffers.
+_BLOCK_NUMEL = 65536
 
 
 @dataclass(frozen=True)
@@ -60,47 +64,58 @@ class StepShape:
 
 
 class HiddenBuffers:
-    """``num_math`` buffers of width F between products, and for a narrow dtype ``num_narrow`` more.
+    """``num_wide`` buffers of R rows for products, and buffers of a block's rows for the math.
 
-    Of the narrow ones the first takes a product's result, and each holds an operand of the next.
+    What lies between products is done a block of rows at a time, so that it stays in the cache and
+    needs little memory: in the products' own buffers where they have the math dtype (then only
+    ``num_extra`` block buffers are needed), otherwise in copies of a block.
     """
 
-    def __init__(self, shape: StepShape, num_math: int, num_narrow: int) -> None:
-        self._math = [shape.rows(shape.expert_dim, shape.math_dtype) for _ in range(num_math)]
-        self._narrow: list[torch.Tensor] = []
-        if shape.is_narrow:
-            self._narrow = [shape.rows(shape.expert_dim, shape.dtype) for _ in range(num_narrow)]
+    def __init__(self, shape: StepShape, num_wide: int, num_extra: int) -> None:
+        self._wide = [shape.rows(shape.expert_dim, shape.dtype) for _ in range(num_wide)]
+        size = (block_rows(shape), shape.expert_dim)
+        self._copies = [
+            torch.empty(size, dtype=shape.math_dtype, device=shape.device)
+            for _ in range(num_wide if shape.is_narrow else 0)
+        ]
+        self._extra = [
+            torch.empty(size, dtype=shape.math_dtype, device=shape.device) for _ in range(num_extra)
+        ]
+        self._block_rows = size[0]
 
-    def math(self, num_rows: int) -> list[torch.Tensor]:
-        return [buffer[:num_rows] for buffer in self._math]
+    def wide(self, num_rows: int) -> list[torch.Tensor]:
+        """The products' buffers."""
+        return [buffer[:num_rows] for buffer in self._wide]
 
-    def product(
-        self,
-        left_nA: torch.Tensor,
-        right_AF: torch.Tensor,
-        bias_F: torch.Tensor | None,
-        out_nF: torch.Tensor,
-    ) -> torch.Tensor:
-        """``out = left right + bias`` with ``out`` in the math dtype."""
-        result_nF = self._narrow[0][: out_nF.shape[0]] if self._narrow else out_nF
-        if bias_F is None:
-            torch.mm(left_nA, right_AF, out=result_nF)
-        else:
-            torch.addmm(bias_F, left_nA, right_AF, out=result_nF)
-        return out_nF if result_nF is out_nF else out_nF.copy_(result_nF)
+    def blocks(self, num_rows: int) -> Iterator[slice]:
+        """The rows of each block."""
+        for first in range(0, num_rows, self._block_rows):
+            yield slice(first, min(first + self._block_rows, num_rows))
 
-    def operand(self, index: int, value_nF: torch.Tensor) -> torch.Tensor:
-        """``value`` in the products' dtype; ``index`` says in which narrow buffer it may lie."""
-        if not self._narrow:
-            return value_nF
-        return self._narrow[index][: value_nF.shape[0]].copy_(value_nF)
+    def load(self, *values_nF: torch.Tensor) -> list[torch.Tensor]:
+        """A block of the products' buffers, in order, in the math dtype."""
+        if not self._copies:
+            return list(values_nF)
+        return [
+            copy[: value.shape[0]].copy_(value)
+            for copy, value in zip(self._copies, values_nF, strict=True)
+        ]
+
+    def extra(self, num_rows: int) -> list[torch.Tensor]:
+        """Block buffers of the math dtype."""
+        return [buffer[:num_rows] for buffer in self._extra]
 
     @staticmethod
-    def num_bytes(shape: StepShape, num_math: int, num_narrow: int) -> int:
-        row_bytes = num_math * shape.math_dtype.itemsize
-        if shape.is_narrow:
-            row_bytes += num_narrow * shape.dtype.itemsize
-        return shape.max_rows * shape.expert_dim * row_bytes
+    def num_bytes(shape: StepShape, num_wide: int, num_extra: int) -> int:
+        num_block = num_extra + (num_wide if shape.is_narrow else 0)
+        row_bytes = shape.max_rows * num_wide * shape.dtype.itemsize
+        row_bytes += block_rows(shape) * num_block * shape.math_dtype.itemsize
+        return row_bytes * shape.expert_dim
+
+
+def block_rows(shape: StepShape) -> int:
+    """Rows between products at a time: few enough for the cache, many against a call's cost."""
+    return max(1, min(shape.max_rows, _BLOCK_NUMEL // shape.expert_dim))
 
 
 class RowIndex:
@@ -136,41 +151,41 @@ class RowIndex:
 
 
 class ForwardWorkspace:
-    """``R * (2D + 2F)`` elements and the row index."""
+    """``R * (2D + 2F)`` elements, the row index, and for a narrow dtype two blocks of float32."""
 
-    NUM_MATH, NUM_NARROW = 2, 1
+    NUM_WIDE, NUM_EXTRA = 2, 0
 
     def __init__(self, shape: StepShape) -> None:
         self.max_rows = shape.max_rows
         self.index = RowIndex(shape)
         self.x_RD = shape.rows(shape.dim, shape.dtype)
         self.y_RD = shape.rows(shape.dim, shape.dtype)
-        self.hidden = HiddenBuffers(shape, self.NUM_MATH, self.NUM_NARROW)
+        self.hidden = HiddenBuffers(shape, self.NUM_WIDE, self.NUM_EXTRA)
 
     @classmethod
     def num_bytes(cls, shape: StepShape) -> int:
         return (
             shape.max_rows * 2 * shape.dim * shape.dtype.itemsize
-            + HiddenBuffers.num_bytes(shape, cls.NUM_MATH, cls.NUM_NARROW)
+            + HiddenBuffers.num_bytes(shape, cls.NUM_WIDE, cls.NUM_EXTRA)
             + RowIndex.num_bytes(shape)
         )
 
 
 class BackwardWorkspace:
-    """``R * (2D + 5F)`` elements, the row index and a score gradient per row.
+    """``R * (2D + 3F)`` elements, the row index, and blocks: 2 and for a narrow dtype 3 more.
 
     Where gradients are summed in another dtype than the products' (bfloat16 into float32), one
     step's product is held before it is added, ``D * F`` elements.
     """
 
-    NUM_MATH, NUM_NARROW = 5, 3
+    NUM_WIDE, NUM_EXTRA = 3, 2
 
     def __init__(self, shape: StepShape, grad_dtype: torch.dtype | None) -> None:
         self.max_rows = shape.max_rows
         self.index = RowIndex(shape)
         self.x_RD = shape.rows(shape.dim, shape.dtype)
         self.g_RD = shape.rows(shape.dim, shape.dtype)
-        self.hidden = HiddenBuffers(shape, self.NUM_MATH, self.NUM_NARROW)
+        self.hidden = HiddenBuffers(shape, self.NUM_WIDE, self.NUM_EXTRA)
         dtype, device = shape.math_dtype, shape.device
         self.dscore_R = torch.empty(shape.max_rows, dtype=dtype, device=device)
         self.ones_F = torch.ones(shape.expert_dim, dtype=dtype, device=device)
@@ -182,7 +197,7 @@ class BackwardWorkspace:
     @classmethod
     def num_bytes(cls, shape: StepShape, grad_dtype: torch.dtype | None) -> int:
         total = shape.max_rows * 2 * shape.dim * shape.dtype.itemsize
-        total += HiddenBuffers.num_bytes(shape, cls.NUM_MATH, cls.NUM_NARROW)
+        total += HiddenBuffers.num_bytes(shape, cls.NUM_WIDE, cls.NUM_EXTRA)
         total += (shape.max_rows + shape.expert_dim) * shape.math_dtype.itemsize
         total += RowIndex.num_bytes(shape)
         if grad_dtype not in (None, shape.dtype):

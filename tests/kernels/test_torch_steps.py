@@ -31,7 +31,8 @@ def poisoned(tensor):
 
 def poison(workspace):
     hidden = workspace.hidden
-    for value in [*vars(workspace).values(), *hidden._math, *hidden._narrow]:
+    buffers = [*hidden._wide, *hidden._copies, *hidden._extra]
+    for value in [*vars(workspace).values(), *buffers]:
         if isinstance(value, torch.Tensor) and value is not getattr(workspace, "ones_F", None):
             poisoned(value)
 
@@ -138,7 +139,8 @@ def test_workspaces_take_the_bytes_they_say(dtype, sum_dtype):
 
     def storage_bytes(workspace):
         tensors = [*vars(workspace).values(), *vars(workspace.index).values()]
-        tensors += [*workspace.hidden._math, *workspace.hidden._narrow]
+        hidden = workspace.hidden
+        tensors += [*hidden._wide, *hidden._copies, *hidden._extra]
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in tensors

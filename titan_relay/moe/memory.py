@@ -14,16 +14,16 @@ longest slice; ``B`` = 0, 1, 2 and ``C`` = 0, 2, 3 buffers at W = 1, 2 and more:
     backward   result   T D b + T K bs
                experts  B g P b + C g P bg
                tokens   B t (2 D b + K (bs + 4)) + C t (D b + K bs)
-               step     R (2D + 5F + 1) b + F b + R (16 + b)
+               step     R (2D + 3F + 1) b + F b + R (16 + b), and 2 blocks
     routing    20 T K while sorting; then 4 T K until the backward has ended, and another 4 T K
                during a call of a ring of tokens with more than one slice
 
 That is the step in plain PyTorch. The fused kernels' (on CUDA; ``relay_kernels.choice``) has less:
 forward ``R F b``, and with deterministic sums ``R D b + 4 T K`` more.
 
-In PyTorch's step in bfloat16 and float16 what lies between products is float32: a step's ``2F`` and
-``5F`` elements have 4 bytes each, ``F`` and ``3F`` of 2 bytes come on top, and a row's score has 4
-bytes.
+A block is 256 KiB at most (``relay_kernels.workspace.block_rows``). In PyTorch's step in bfloat16
+and float16 what lies between products is float32, a block at a time: the forward has 2 blocks and
+the backward 5, and a row's scores have 4 bytes.
 
 Where gradients are summed in another dtype than the weights', the backward has ``D F b`` more for a
 step's product, and ``2 g P bg`` (experts; one at W = 1) or ``e P bg`` (tokens) for sums.
