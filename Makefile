@@ -1,6 +1,8 @@
 # Every target makes its own environment in .venv; a second call reuses it.
 #   make demo              train the demo model (DEMO_STEPS=360 goes on from its last checkpoint)
+#   make demo-data         only the demo's corpus and tokenizer, which train_configs/*_tiny.toml use
 #   make test              lint, types, tests
+#   make test-tiny         train the small sibling of every model on 4 ranks (slow)
 #   make check-kernels     compile every kernel for every architecture, without a GPU (-oldest: with
 #                          the oldest triton)
 #   PYTHON=python3.12      the interpreter to make .venv with (3.11 or newer)
@@ -14,16 +16,22 @@ OLDEST_TRITON := 3.6.0
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test test-slow check-kernels check-kernels-oldest lint types format docs clean
+.PHONY: demo demo-data test test-slow test-tiny check-kernels check-kernels-oldest lint types format docs clean
 
 demo: $(VENV)/.has-train
 	$(BIN)/python scripts/demo.py --steps $(DEMO_STEPS)
+
+demo-data: $(VENV)/.has-train
+	$(BIN)/python scripts/demo.py --data-only
 
 test: lint types
 	$(BIN)/python -m pytest
 
 test-slow: $(VENV)/.has-test
 	$(BIN)/python -m pytest -m slow
+
+test-tiny: $(VENV)/.has-test
+	$(BIN)/python -m pytest -m slow tests/titan/test_tiny_configs.py
 
 check-kernels: $(VENV)/.has-test
 	$(BIN)/python scripts/check_kernels.py

@@ -24,12 +24,16 @@ def main() -> int:
     """Run all stages; returns the exit code of the first that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
-    steps = parser.parse_args().steps
+    parser.add_argument("--data-only", action="store_true", help="stop before training")
+    arguments = parser.parse_args()
+    steps = arguments.steps
     stages = [
         ("[1/3] corpus: the standard library's source", _corpus_command(), CORPUS),
         ("[2/3] tokenizer: byte-level BPE", _tokenizer_command(), REPORT),
         (f"[3/3] training to step {steps} on {NUM_RANKS} ranks", _train_command(steps), None),
     ]
+    if arguments.data_only:
+        stages.pop()
     for title, command, output in stages:
         if output is not None and output.exists():
             print(f"{title} (there already: {output.relative_to(ROOT)})", flush=True)
@@ -38,7 +42,8 @@ def main() -> int:
         exit_code = subprocess.run(command, cwd=ROOT, env=_environment()).returncode
         if exit_code:
             return exit_code
-    _report(steps)
+    if not arguments.data_only:
+        _report(steps)
     return 0
 
 

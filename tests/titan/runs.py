@@ -126,20 +126,24 @@ def load_run(folder: Path, run: Run) -> RunConfig:
     return _load(folder, run).config
 
 
-def _load(folder: Path, run: Run) -> Loaded:
-    arguments = ["--config", str(folder / "run.toml"), "--dump_folder", str(folder / run.name)]
+def _load(folder: Path, run: Run, file: Path | None = None) -> Loaded:
+    arguments = ["--config", str(file or folder / "run.toml")]
+    arguments += ["--dump_folder", str(folder / run.name)]
     for key, value in run.settings:
         arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     return load_config(arguments)
 
 
-def trainer_of(folder: Path, run: Run) -> Any:
-    """A built trainer that records `losses`, `grad_norms` and `validation_losses`."""
+def trainer_of(folder: Path, run: Run, file: Path | None = None) -> Any:
+    """A built trainer that records `losses`, `grad_norms` and `validation_losses`.
+
+    `file`: the TOML file; None: the one in the folder.
+    """
     import torch.distributed as dist
 
     from titan_relay.titan.build import build_trainer_config
 
-    loaded = _load(folder, run)
+    loaded = _load(folder, run, file)
     validate(loaded.config, dist.get_world_size(), loaded.sources)
     trainer = build_trainer_config(loaded.config, dist.get_world_size()).build()
     trainer.losses, trainer.grad_norms, trainer.validation_losses = [], [], []
@@ -160,9 +164,9 @@ def trainer_of(folder: Path, run: Run) -> Any:
     return trainer
 
 
-def train(folder: Path, run: Run) -> Steps:
-    """Train one run."""
-    trainer = trainer_of(folder, run)
+def train(folder: Path, run: Run, file: Path | None = None) -> Steps:
+    """Train one run; `file` as for `trainer_of`."""
+    trainer = trainer_of(folder, run, file)
     trainer.train()
     steps = Steps(trainer.losses, trainer.grad_norms, trainer.validation_losses)
     trainer.close()

@@ -105,6 +105,8 @@ def _why_nothing(pattern: str) -> str:
 
 
 def _similar(path: Path) -> str:
+    if "demo_data" in path.parts:
+        return "; `make demo-data` writes it"
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent} in {Path.cwd()}"
     close = nearest(path.name, [each.name for each in path.parent.iterdir()])
