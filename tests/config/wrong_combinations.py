@@ -169,8 +169,8 @@ DATA = [
     ),
     Wrong(
         "folder for a rank file",
-        'case.toml: tokenizer.path = "corpus": is a folder, but kind = "tiktoken" needs a '
-        'rank file; or use kind = "huggingface"',
+        'case.toml: tokenizer.path = "corpus": has no tiktoken rank file; name one, or use '
+        'kind = "huggingface"',
         toml='[tokenizer]\npath = "corpus"',
     ),
     Wrong(

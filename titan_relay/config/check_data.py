@@ -13,6 +13,7 @@ from titan_relay.config.settings import Sources
 from titan_relay.config.suggest import nearest
 
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+_RANK_FILE_SUFFIXES = (".tiktoken", ".model", ".txt", ".bpe")
 PATTERN_NAMES = ("gpt2", "cl100k", "o200k", "llama3", "qwen2")
 
 
@@ -122,7 +123,10 @@ def _check_tokenizer(config: RunConfig, sources: Sources) -> None:
     if tokenizer.kind == "tiktoken":
         _check_pattern(tokenizer, sources)
         for part in ("bos", "eos"):
-            if getattr(tokenizer, f"add_{part}") and getattr(tokenizer, f"{part}_token") is None:
+            # A model's folder may name its tokens; `load_tokenizer` looks there.
+            is_file = Path(tokenizer.path).suffix in _RANK_FILE_SUFFIXES
+            unnamed = getattr(tokenizer, f"{part}_token") is None
+            if getattr(tokenizer, f"add_{part}") and unnamed and is_file:
                 raise sources.error(
                     f"tokenizer.{part}_token",
                     None,
@@ -158,10 +162,18 @@ def _check_tokenizer_path(tokenizer: TokenizerConfig, sources: Sources) -> None:
     path = Path(tokenizer.path)
     if not path.exists():
         fix = f"no such file or folder{_similar(path)}"
-    elif tokenizer.kind == "tiktoken" and not path.is_file():
-        fix = 'is a folder, but kind = "tiktoken" needs a rank file; or use kind = "huggingface"'
-    elif path.is_dir() and not (path / "tokenizer.json").is_file():
+    elif tokenizer.kind == "tiktoken" and not (path.is_file() or _has_rank_file(path)):
+        fix = 'has no tiktoken rank file; name one, or use kind = "huggingface"'
+    elif (
+        tokenizer.kind == "huggingface"
+        and path.is_dir()
+        and not (path / "tokenizer.json").is_file()
+    ):
         fix = "has no tokenizer.json"
     else:
         return
     raise sources.error("tokenizer.path", tokenizer.path, fix)
+
+
+def _has_rank_file(folder: Path) -> bool:
+    return any(each.suffix in _RANK_FILE_SUFFIXES[:2] for each in folder.iterdir())

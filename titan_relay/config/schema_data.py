@@ -79,14 +79,16 @@ class TokenizerConfig:
     """tiktoken: a rank file with a pattern. huggingface: a folder with tokenizer.json."""
 
     path: str = option("", titan="hf_assets_path")
-    """The rank file (tiktoken) or the folder (huggingface). Relative to the working directory."""
+    """The rank file, or a model's folder that has one or tokenizer.json. Relative to the working
+    directory."""
 
     pattern: str = option("cl100k", not_empty=True, titan="tokenizer")
     """For tiktoken: the regular expression that splits text before merging, or the name of a
     known one: gpt2, cl100k, o200k, llama3, qwen2."""
 
     special_tokens: dict[str, int] = option({}, titan="tokenizer")
-    """For tiktoken: special tokens and their ids, such as {"<|endoftext|>" = 4095}."""
+    """For tiktoken: special tokens and their ids, such as {"<|endoftext|>" = 4095}. With a folder
+    as path, beside those of its tokenizer_config.json."""
 
     bos_token: str | None = option(None, not_empty=True, titan="tokenizer")
     """Token that starts a document. none: the tokenizer's own, if it has one."""

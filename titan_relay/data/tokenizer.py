@@ -18,6 +18,7 @@ from titan_relay.data.errors import DataError
 from titan_relay.data.long_runs import cut_long_runs
 from titan_relay.data.patterns import resolve_pattern
 from titan_relay.data.rank_file import read_rank_file
+from titan_relay.data.tokenizer_folder import named_boundaries, named_specials, rank_file_of
 
 
 class _Backend(Protocol):
@@ -37,7 +38,10 @@ class _TiktokenBackend:
     def __init__(self, config: TokenizerConfig, path: Path) -> None:
         import tiktoken
 
-        ranks, specials = read_rank_file(path), dict(config.special_tokens)
+        ranks = read_rank_file(path)
+        folder = Path(config.path)
+        named = named_specials(folder) if folder.is_dir() else {}
+        specials = named | config.special_tokens
         self._check_special_ids(ranks, specials, path)
         pattern = resolve_pattern(config.pattern)
         try:
@@ -174,15 +178,17 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _locate(config: TokenizerConfig) -> tuple[Path, str | None, str | None]:
-    """The file to read, and the BOS and EOS that a Hugging Face folder names for itself."""
+    """The file to read, and the BOS and EOS that a folder names for itself."""
     if not config.path:
         raise DataError("tokenizer.path is empty; give a rank file or a tokenizer folder")
     path = Path(config.path)
     if config.kind == "tiktoken":
+        if path.is_dir():
+            return rank_file_of(path), *named_boundaries(path)
         if not path.is_file():
             raise DataError(
                 f'tokenizer.path = "{path}" is not a file; kind "tiktoken" needs a rank file '
-                "(scripts/train_tokenizer.py writes one)"
+                "(scripts/train_tokenizer.py writes one), or a folder with one"
             )
         return path, None, None
     if path.is_dir():
@@ -192,25 +198,10 @@ def _locate(config: TokenizerConfig) -> tuple[Path, str | None, str | None]:
                 f'tokenizer.path = "{path}" has no tokenizer.json; it has: '
                 f"{', '.join(names[:10]) or 'nothing'}"
             )
-        return path / "tokenizer.json", *_named_boundaries(path / "tokenizer_config.json")
+        return path / "tokenizer.json", *named_boundaries(path)
     if not path.is_file():
         raise DataError(f'tokenizer.path = "{path}" does not exist; give a folder')
-    return path, *_named_boundaries(path.with_name("tokenizer_config.json"))
-
-
-def _named_boundaries(config_path: Path) -> tuple[str | None, str | None]:
-    if not config_path.is_file():
-        return None, None
-    try:
-        content = json.loads(config_path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{config_path} is not valid JSON: {error}") from error
-
-    def named(key: str) -> str | None:
-        value = content.get(key)
-        return value.get("content") if isinstance(value, dict) else value
-
-    return named("bos_token"), named("eos_token")
+    return path, *named_boundaries(path.parent)
 
 
 def _boundary_id(

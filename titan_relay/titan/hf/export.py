@@ -16,7 +16,14 @@ from titan_relay.config.schema import ModelConfig, TokenizerConfig
 from titan_relay.config.toml_text import toml_value
 from titan_relay.titan.hf.config_json import MTP_NAMES, config_of, first_difference, mtp_layers
 from titan_relay.titan.hf.errors import HfError
-from titan_relay.titan.hf.folder import CONFIG, INDEX, read_config, read_json, tokenizer_files
+from titan_relay.titan.hf.folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    read_config,
+    read_json,
+    tokenizer_files,
+)
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts
 
@@ -39,8 +46,17 @@ def shard_files(sizes_bytes: dict[str, int], shard_bytes: int) -> dict[str, str]
     numbers = shard_numbers(sizes_bytes, shard_bytes)
     last = max(numbers.values())
     if last == 1:
-        return dict.fromkeys(numbers, "model.safetensors")
+        return dict.fromkeys(numbers, SINGLE)
     return {name: f"model-{n:05}-of-{last:05}.safetensors" for name, n in numbers.items()}
+
+
+def write_index(out: Path, file_of: dict[str, str], total_bytes: int) -> None:
+    """Say which file each tensor is in; a single file goes without."""
+    if set(file_of.values()) == {SINGLE}:
+        return
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    (out / INDEX).write_text(text, encoding="utf-8")
 
 
 def tokenizer_of(settings: TokenizerConfig) -> list[Path]:

@@ -16,7 +16,7 @@ from titan_relay.titan.hf.safetensors_file import TensorPlace, read_places, read
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _TOKENIZER = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
     r"|.*\.tiktoken|tiktoken\.model|chat_template.*"
@@ -67,9 +67,9 @@ def open_folder(path: Path) -> HfFolder:
     else:
         # Without an index, every file counts; with one, only the files that it names, since some
         # folders hold a second copy of the weights in another form.
-        single = path / _SINGLE
+        single = path / SINGLE
         files = (
-            [_SINGLE]
+            [SINGLE]
             if single.is_file()
             else sorted(each.name for each in path.glob("*.safetensors"))
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,13 @@ from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.hf.check_weights import log_lists
 from titan_relay.titan.hf.dcp import PartsReader
 from titan_relay.titan.hf.errors import HfError
-from titan_relay.titan.hf.export import SHARD_BYTES, exported_config, shard_files, write_assets
+from titan_relay.titan.hf.export import (
+    SHARD_BYTES,
+    exported_config,
+    shard_files,
+    write_assets,
+    write_index,
+)
 from titan_relay.titan.hf.folder import INDEX, asset_files, read_json
 from titan_relay.titan.hf.from_hf import ASSETS, open_journal
 from titan_relay.titan.hf.names import NameMap
@@ -174,18 +179,12 @@ def _say_what_is_lost(names: NameMap, reader: PartsReader) -> None:
 def _write_index(
     out: Path, file_of: dict[str, str], tensors: dict[str, HfTensor], assets: Path | None
 ) -> None:
-    if set(file_of.values()) == {"model.safetensors"}:
-        return
+    """The index, byte for byte the source's if it is of the same tensors and files."""
+    total = sum(each.num_bytes for each in tensors.values())
     if assets is not None and (assets / INDEX).is_file():
         source = read_json(assets / INDEX)
-        total = source.get("metadata", {}).get("total_size")
-        if source.get("weight_map") == file_of and total == _total(tensors):
+        same_total = source.get("metadata", {}).get("total_size") == total
+        if source.get("weight_map") == file_of and same_total:
             shutil.copyfile(assets / INDEX, out / INDEX)
             return
-    content = {"metadata": {"total_size": _total(tensors)}, "weight_map": file_of}
-    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-    (out / INDEX).write_text(text, encoding="utf-8")
-
-
-def _total(tensors: dict[str, HfTensor]) -> int:
-    return sum(each.num_bytes for each in tensors.values())
+    write_index(out, file_of, total)
