@@ -3,6 +3,7 @@
 #   make demo-data         only the demo's corpus and tokenizer, which train_configs/*_tiny.toml use
 #   make test              lint, types, tests
 #   make test-tiny         train the small sibling of every model on 4 ranks (slow)
+#   make prove-conversion  convert weights larger than the memory allowed for it (40 GB of disk)
 #   make check-kernels     compile every kernel for every architecture, without a GPU (-oldest: with
 #                          the oldest triton)
 #   PYTHON=python3.12      the interpreter to make .venv with (3.11 or newer)
@@ -16,7 +17,7 @@ OLDEST_TRITON := 3.6.0
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo demo-data test test-slow test-tiny check-kernels check-kernels-oldest lint types format docs clean
+.PHONY: demo demo-data test test-slow test-tiny prove-conversion check-kernels check-kernels-oldest lint types format docs clean
 
 demo: $(VENV)/.has-train
 	$(BIN)/python scripts/demo.py --steps $(DEMO_STEPS)
@@ -43,6 +44,9 @@ check-kernels-oldest: $(VENV)/triton-$(OLDEST_TRITON)
 $(VENV)/triton-$(OLDEST_TRITON): | $(VENV)/.has-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	  --no-deps --target $@ triton==$(OLDEST_TRITON)
+
+prove-conversion: $(VENV)/.has-test
+	$(BIN)/python -m pytest -m slow tests/titan/test_hf_large.py
 
 lint: $(VENV)/.has-test
 	$(BIN)/ruff check .

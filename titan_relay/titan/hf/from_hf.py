@@ -101,9 +101,12 @@ def open_journal(out: Path, work: object, num_bytes: int) -> Journal:
                 f"{out}: {num_bytes / 1e9:.1f} GB are to be written, and "
                 f"{(free_bytes + there_bytes) / 1e9:.1f} GB are free"
             )
-        return Journal(path, work)
+        journal = Journal(path, work)
     except OSError as error:
         raise HfError(f"{out} cannot be written to: {error.strerror}") from error
+    if journal.done:
+        logger.info(f"{out}: going on behind what an earlier call finished")
+    return journal
 
 
 def _stored_tensors(
