@@ -2,6 +2,15 @@
 
 from tests.config.wrong import Wrong, without
 
+PHI = """\
+[model]
+family = "phimoe"
+[model.moe]
+score_func = "sparsemixer"
+top_k = 2
+route_norm = false
+"""
+
 FAMILIES = [
     Wrong(
         "head width missing",
@@ -91,5 +100,51 @@ FAMILIES += [
         "use 1, 2 or 4",
         toml=_MLA + _WIDTHS + "[parallelism]\ntensor_parallel_degree = 3",
         ranks=3,
+    ),
+    Wrong(
+        "routing of another family",
+        'case.toml: model.moe.score_func = "sparsemixer": family "qwen3_moe" has no such routing; '
+        'use "softmax" or "sigmoid"',
+        toml='[model.moe]\nscore_func = "sparsemixer"',
+    ),
+    Wrong(
+        "other routing than the family's",
+        'case.toml: model.moe.score_func = "softmax": family "phimoe" routes by "sparsemixer"',
+        toml='[model]\nfamily = "phimoe"\n[model.moe]\nscore_func = "softmax"',
+    ),
+    Wrong(
+        "more than two picks",
+        "good.toml: model.moe.top_k = 4: sparsemixer picks two experts per token; use 2",
+        toml='[model]\nfamily = "phimoe"\n[model.moe]\nscore_func = "sparsemixer"',
+    ),
+    Wrong(
+        "normalised picks",
+        "good.toml: model.moe.route_norm = true: sparsemixer does not normalise its weights; use "
+        "false",
+        toml='[model]\nfamily = "phimoe"\n[model.moe]\nscore_func = "sparsemixer"\ntop_k = 2',
+    ),
+    Wrong(
+        "bias for sampled picks",
+        "case.toml: model.moe.load_balance_coeff = 0.001: sparsemixer has no balancing bias; use "
+        "0, and model.moe.aux_loss_coeff to balance",
+        toml=f"{PHI}load_balance_coeff = 1e-3",
+    ),
+    Wrong(
+        "factors without LongRoPE",
+        "case.toml: model.longrope.short_factor = [1.0, 2.0]: has 2 factors; needs 0: "
+        "model.head_dim / 2 with model.longrope.original_max_seq_len, none without",
+        toml=f"{PHI}[model.longrope]\nshort_factor = [1.0, 2.0]",
+    ),
+    Wrong(
+        "too few factors",
+        "case.toml: model.longrope.short_factor = [1.0, 2.0]: has 2 factors; needs 8: "
+        "model.head_dim / 2 with model.longrope.original_max_seq_len, none without",
+        toml=f"{PHI}[model.longrope]\noriginal_max_seq_len = 64\nshort_factor = [1.0, 2.0]",
+    ),
+    Wrong(
+        "factor of zero",
+        "case.toml: model.longrope.short_factor = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]: every "
+        "factor must be above 0",
+        toml=f"{PHI}[model.longrope]\noriginal_max_seq_len = 64\nshort_factor = {[0.0] * 8}",
     ),
 ]

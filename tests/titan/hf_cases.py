@@ -6,7 +6,7 @@ not derived from each other, so that a key that is read wrongly on either side s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 VOCAB_SIZE = 263
@@ -18,8 +18,7 @@ class Case:
     """One tiny model.
 
     config: name of transformers' config class. hf: its arguments. model: keys of `[model]`, with
-    dots for the tables below it. training: compare the training-mode function too where it is
-    another one.
+    dots for the tables below it. training: compare what training computes, else evaluation.
     """
 
     family: str
@@ -27,6 +26,7 @@ class Case:
     config: str
     hf: dict[str, Any]
     model: dict[str, Any]
+    training: bool = True
 
 
 def _case(family: str, name: str, config: str, hf: dict[str, Any], model: dict[str, Any]) -> Case:
@@ -48,6 +48,57 @@ def _case(family: str, name: str, config: str, hf: dict[str, Any], model: dict[s
         "moe.load_balance_coeff": 0.0,
     }
     return Case(family, name, config, common_hf | hf, common_model | model)
+
+
+def _phi(name: str, *, short_len: int, training: bool = True) -> Case:
+    short, long = (1.0, 1.1, 1.2, 1.3, 1.4), (1.5, 2.2, 2.9, 3.6, 4.3)
+    case = _case(
+        "phimoe",
+        name,
+        "PhimoeConfig",
+        {
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "intermediate_size": 28,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "sliding_window": None,
+            "router_jitter_noise": 0.1,  # ten times what is released, so that experts do compete
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": short_len,
+                "short_factor": list(short),
+                "long_factor": list(long),
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+            },
+        },
+        {
+            "dim": 60,
+            "num_heads": 6,
+            "num_kv_heads": 2,
+            "head_dim": 10,
+            "norm_eps": 1e-5,
+            "rope_theta": 1e4,
+            "longrope.original_max_seq_len": short_len,
+            "longrope.short_factor": short,
+            "longrope.long_factor": long,
+            "longrope.short_mscale": 1.2,
+            "longrope.long_mscale": 1.3,
+            "moe.expert_dim": 28,
+            "moe.num_experts": 8,
+            "moe.top_k": 2,
+            "moe.score_func": "sparsemixer",
+            "moe.route_norm": False,
+            "moe.router_jitter": 0.1,
+        },
+    )
+    return replace(case, training=training)
 
 
 CASES = [
@@ -314,4 +365,7 @@ CASES = [
             "moe.num_limited_groups": 2,
         },
     ),
+    _phi("evaluation, GQA 6:2", short_len=SEQ_LEN, training=False),
+    _phi("training, GQA 6:2", short_len=SEQ_LEN),
+    _phi("training, long factors", short_len=SEQ_LEN // 2),
 ]

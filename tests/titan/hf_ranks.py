@@ -61,7 +61,7 @@ def compare(folder: Path, job: Job) -> Differences:
     name = f"{job.index}-{job.layout.name}"
     trainer = trainer_of(folder, Run(name, _settings(job.case) + job.layout.settings))
     try:
-        return _compare(trainer, folder / str(job.index))
+        return _compare(trainer, folder / str(job.index), job.case.training)
     finally:
         trainer.close()
         del trainer
@@ -78,7 +78,7 @@ def _settings(case: Case) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _compare(trainer: Any, folder: Path) -> Differences:
+def _compare(trainer: Any, folder: Path, training: bool) -> Differences:
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
     from titan_relay.titan.families import FAMILIES
@@ -88,14 +88,13 @@ def _compare(trainer: Any, folder: Path) -> Differences:
     adapter = family.adapter(trainer.model_config, None)
     load_weights(model, adapter.from_hf(read_checkpoint(folder / "weights")))
     expected = torch.load(folder / "outputs.pt")
+    model.train(training)
     batch, labels, rows = _batch_of_rank(trainer, expected["tokens"])
 
     index_BS = torch.arange(SEQ_LEN).expand(len(labels), SEQ_LEN).contiguous()
     inputs, index_BL, kwargs = trainer.post_dataloading_process(dict(batch), index_BS)
-    model.eval()
     with torch.no_grad():
         logits = _whole(model(inputs, **kwargs))
-    model.train()
     expected_logits = expected["logits"][rows].gather(
         1, index_BL[..., None].expand_as(logits).contiguous()
     )
@@ -127,7 +126,9 @@ def _batch_of_rank(trainer: Any, tokens: torch.Tensor) -> tuple[dict, torch.Tens
     labels = torch.full_like(tokens, -100)
     labels[:, :-1] = tokens[:, 1:]
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
-    return {"input": tokens[rows], "positions": positions[rows]}, labels[rows], rows
+    lanes = torch.arange(len(tokens))[rows]
+    batch = {"input": tokens[rows], "positions": positions[rows], "lanes": lanes}
+    return batch, labels[rows], rows
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from tests.titan.hf_cases import SEQ_LEN, VOCAB_SIZE, Case
+from tests.titan.runs import SEED
 
 NUM_ROWS = 2
 BIAS_ON_CHOICE = "mlp.gate.e_score_correction_bias"  # a buffer, without a gradient
@@ -25,7 +29,8 @@ def write_reference(folder: Path, case: Case, seed: int) -> None:
     model = random_model(case)
     model.save_pretrained(folder / "weights")
     tokens = torch.randint(0, VOCAB_SIZE, (NUM_ROWS, SEQ_LEN))
-    out = model.eval()(input_ids=tokens, labels=tokens, use_cache=False)
+    with sampled_as_we_do(case):
+        out = model.train(case.training)(input_ids=tokens, labels=tokens, use_cache=False)
     out.loss.backward()
     torch.save(
         {"tokens": tokens, "logits": out.logits.detach(), "loss": out.loss.item()},
@@ -42,6 +47,11 @@ def random_model(case: Case) -> nn.Module:
     import transformers
 
     config = getattr(transformers, case.config)(**case.hf)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "longrope" and rope["original_max_position_embeddings"] < SEQ_LEN:
+        # transformers 5 takes the short factors whatever the length, as it calls for frequencies
+        # without saying the length; its `_compute_longrope_parameters` says when long ones are due.
+        rope["short_factor"] = rope["long_factor"]
     model: Any = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     ).float()
@@ -56,3 +66,43 @@ def random_model(case: Case) -> nn.Module:
             if name.endswith(BIAS_ON_CHOICE):
                 buffer.normal_(0.0, 0.2)
     return model
+
+
+@contextlib.contextmanager
+def sampled_as_we_do(case: Case) -> Iterator[None]:
+    """Give transformers' SparseMixer the draws that our first step makes, in its order of calls."""
+    if case.model["moe.score_func"] != "sparsemixer" or not case.training:
+        yield
+        return
+    exponentials, uniforms = [], []
+    for gumbel_BLKE, uniform_BLK in _draws(case):
+        for pick in range(2):
+            exponentials.append(torch.exp(-gumbel_BLKE[:, :, pick]).flatten(0, 1))
+            uniforms.append(uniform_BLK[:, :, pick : pick + 1].flatten(0, 1))
+
+    def exponential_(self: torch.Tensor) -> torch.Tensor:
+        return self.copy_(exponentials.pop(0))
+
+    def rand_like(of: torch.Tensor) -> torch.Tensor:
+        assert of.shape == uniforms[0].shape
+        return uniforms.pop(0)
+
+    with (
+        mock.patch.object(torch.Tensor, "exponential_", exponential_),
+        mock.patch.object(torch, "rand_like", rand_like),
+        mock.patch.object(torch.Tensor, "uniform_", lambda self: self),
+    ):
+        yield
+    assert not exponentials
+    assert not uniforms
+
+
+def _draws(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    from titan_relay.titan.sparsemixer import SparseMixerRouter
+    from titan_relay.titan.trainer import token_keys
+
+    keys = token_keys(torch.arange(NUM_ROWS * SEQ_LEN).view(NUM_ROWS, SEQ_LEN), SEED, step=0)
+    router = mock.Mock(num_experts=case.model["moe.num_experts"])
+    for layer in range(case.model["num_layers"]):
+        draws = SparseMixerRouter.draw(router, keys, layer)
+        yield draws.gumbel_BLKE, draws.uniform_BLK

@@ -18,6 +18,7 @@ from titan_relay.config import Loaded, RunConfig, load_config, validate
 VOCAB_SIZE = 257
 SEQ_LEN = 64
 GLOBAL_BATCH = 8
+SEED = 5
 
 MODEL = {
     "family": "qwen3_moe",
@@ -96,7 +97,7 @@ def config_file(folder: Path) -> Path:
     )
     lines.append(f'[validator.data]\nfiles = ["{folder}/validation.jsonl"]')
     lines.append("[optimizer]\nlr = 3e-3\n[lr_scheduler]\nwarmup_steps = 2\ntotal_steps = 40")
-    lines.append("[metrics]\nlog_freq = 1\nplan = false\n[debug]\nseed = 5")
+    lines.append(f"[metrics]\nlog_freq = 1\nplan = false\n[debug]\nseed = {SEED}")
     path = folder / "run.toml"
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -14,6 +14,7 @@ from titan_relay.config.settings import Sources
 
 _MLA = ("mla_moe",)
 _SHARED = ("mla_moe", "qwen2_moe")
+_PHI = ("phimoe",)
 # Keys that only some families have.
 _ONLY = {
     "model.num_dense_layers": _MLA,
@@ -21,6 +22,12 @@ _ONLY = {
     "model.moe.shared_expert_dim": _SHARED,
     "model.moe.num_expert_groups": _MLA,
     "model.moe.num_limited_groups": _MLA,
+    "model.moe.router_jitter": _PHI,
+    "model.longrope.original_max_seq_len": _PHI,
+    "model.longrope.short_factor": _PHI,
+    "model.longrope.long_factor": _PHI,
+    "model.longrope.short_mscale": _PHI,
+    "model.longrope.long_mscale": _PHI,
     "model.mla.q_lora_rank": _MLA,
     "model.mla.kv_lora_rank": _MLA,
     "model.mla.qk_nope_head_dim": _MLA,
@@ -65,6 +72,8 @@ def check_family(config: RunConfig, sources: Sources) -> None:
     _check_dense_layers(config.model, sources)
     _check_groups(config, sources)
     _check_rope(config, sources)
+    _check_sparsemixer(config, sources)
+    _check_longrope(config.model, sources)
 
 
 def _value(config: RunConfig, path: str) -> Any:
@@ -121,4 +130,51 @@ def _check_rope(config: RunConfig, sources: Sources) -> None:
             near = [str(each) for each in multiples_near(dim, 2)]
             raise sources.error(
                 path, dim, f"must be even for rotary embeddings; use {either(near)}"
+            )
+
+
+def _check_sparsemixer(config: RunConfig, sources: Sources) -> None:
+    """SparseMixer is Phi's and Phi's only; its two weights are what they are."""
+    moe, phi = config.model.moe, config.model.family in _PHI
+    if phi != (moe.score_func == "sparsemixer"):
+        fix = (
+            'family "phimoe" routes by "sparsemixer"'
+            if phi
+            else f'family "{config.model.family}" has no such routing; use "softmax" or "sigmoid"'
+        )
+        raise sources.error("model.moe.score_func", moe.score_func, fix)
+    if not phi:
+        return
+    if moe.top_k != 2:
+        raise sources.error(
+            "model.moe.top_k", moe.top_k, "sparsemixer picks two experts per token; use 2"
+        )
+    if moe.route_norm:
+        raise sources.error(
+            "model.moe.route_norm", True, "sparsemixer does not normalise its weights; use false"
+        )
+    if moe.load_balance_coeff:
+        raise sources.error(
+            "model.moe.load_balance_coeff",
+            moe.load_balance_coeff,
+            "sparsemixer has no balancing bias; use 0, and model.moe.aux_loss_coeff to balance",
+        )
+
+
+def _check_longrope(model: ModelConfig, sources: Sources) -> None:
+    """Both lists have a factor per wavelength, or LongRoPE is off and they are left out."""
+    numbers = model.longrope
+    needed = model.head_dim // 2 if numbers.original_max_seq_len else 0
+    for name in ("short_factor", "long_factor"):
+        factors: tuple[float, ...] = getattr(numbers, name)
+        if len(factors) != needed:
+            raise sources.error(
+                f"model.longrope.{name}",
+                list(factors),
+                f"has {len(factors)} factors; needs {needed}: model.head_dim / 2 with "
+                "model.longrope.original_max_seq_len, none without",
+            )
+        if any(each <= 0 for each in factors):
+            raise sources.error(
+                f"model.longrope.{name}", list(factors), "every factor must be above 0"
             )

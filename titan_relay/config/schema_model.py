@@ -11,7 +11,7 @@ from titan_relay.config.option import option, section
 
 # A new family is added here and in the model families of the trainer; keys that not every family
 # has get a neutral default here and a line in check_family.
-Family = Literal["mixtral", "mla_moe", "qwen2_moe", "qwen3_moe"]
+Family = Literal["mixtral", "mla_moe", "phimoe", "qwen2_moe", "qwen3_moe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +30,15 @@ class MoEConfig:
     shared_expert_dim: int = option(0, at_least=0, titan="MoE.Config.shared_experts")
     """Hidden width of the experts that every token is sent to, all of them together. 0: none."""
 
-    score_func: Literal["softmax", "sigmoid"] = option(
+    score_func: Literal["softmax", "sigmoid", "sparsemixer"] = option(
         titan="TokenChoiceTopKRouter.Config.score_func"
     )
-    """How router logits become scores: over all experts (softmax), or each by itself (sigmoid)."""
+    """How router logits become scores: over all experts (softmax), each by itself (sigmoid), or
+    two picks, each over the experts close to the best one left and sampled among them in training
+    (sparsemixer, for phimoe)."""
+
+    router_jitter: float = option(0.0, at_least=0, below=1, titan="")
+    """For sparsemixer: experts compete whose logit is within twice this share of the best."""
 
     route_norm: bool = option(titan="TokenChoiceTopKRouter.Config.route_norm")
     """Divide a token's top_k scores by their sum."""
@@ -67,14 +72,14 @@ class MoEConfig:
         None, at_least=0, titan="MoE.Config.load_balance_coeff"
     )
     """Step of the per-expert bias that balances load without a loss. 0: off. none: 1e-3, or 0
-    where aux_loss_coeff is on."""
+    where aux_loss_coeff is on or score_func is sparsemixer."""
 
     @property
     def effective_load_balance_coeff(self) -> float:
         """load_balance_coeff with its default filled in; 0 means off."""
         if self.load_balance_coeff is not None:
             return self.load_balance_coeff
-        return 1e-3 if self.aux_loss_coeff == 0 else 0.0
+        return 1e-3 if self.aux_loss_coeff == 0 and self.score_func != "sparsemixer" else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +104,27 @@ class MLAConfig:
 
     latent_norm_eps: float = option(1e-6, above=0, titan="Attention.Config.kv_norm")
     """Added to the mean square inside the RMSNorm of these small vectors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongRopeConfig:
+    """LongRoPE: rotary embeddings stretched for long sequences, for phimoe."""
+
+    original_max_seq_len: int = option(0, at_least=0, titan="")
+    """Longest sequence of the first training; a run with a longer training.seq_len takes the long
+    factors. 0: plain rotary embeddings."""
+
+    short_factor: tuple[float, ...] = option((), titan="")
+    """Factor on each wavelength, head_dim / 2 of them, for short sequences."""
+
+    long_factor: tuple[float, ...] = option((), titan="")
+    """The same for long sequences."""
+
+    short_mscale: float = option(1.0, above=0, titan="")
+    """Factor on rotated queries and keys, for short sequences."""
+
+    long_mscale: float = option(1.0, above=0, titan="")
+    """The same for long sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +181,9 @@ class ModelConfig:
 
     moe: MoEConfig = option()
     """The mixture of experts."""
+
+    longrope: LongRopeConfig = section(LongRopeConfig)
+    """Stretched rotary embeddings, for phimoe."""
 
     mla: MLAConfig = section(MLAConfig)
     """Latent attention, for mla_moe."""

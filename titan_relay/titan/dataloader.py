@@ -24,10 +24,11 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class RelayDataLoader(BaseDataLoader):
-    """Yields `({"input", "positions"}, labels)`, each `(local_batch_size, seq_len)` int64 on CPU.
+    """Yields `({"input", "positions", "lanes"}, labels)`, int64 on CPU.
 
-    Padding has label -100 and position -1. When finite data runs out, iteration ends after the same
-    number of batches on every rank (one small all-reduce per step sees to that).
+    All are `(local_batch_size, seq_len)` but `lanes`, which numbers the rows within the global
+    batch. Padding has label -100 and position -1. When finite data runs out, iteration ends after
+    the same number of batches on every rank (one small all-reduce per step sees to that).
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -51,12 +52,14 @@ class RelayDataLoader(BaseDataLoader):
         lanes_per_rank = config.global_batch_size // dp_world_size
         self._rows_per_step, self._rows_per_batch = lanes_per_rank, local_batch_size
         self._infinite = config.data.infinite
+        lanes = range(dp_rank * lanes_per_rank, (dp_rank + 1) * lanes_per_rank)
+        self._lanes = torch.tensor(lanes)
         reader = LaneReader(
             config.data,
             tokenizer.inner,
             seq_len=seq_len,
             num_lanes=config.global_batch_size,
-            lanes=range(dp_rank * lanes_per_rank, (dp_rank + 1) * lanes_per_rank),
+            lanes=lanes,
             seed=config.seed,
         )
         # One step's rows are tokenized while the step before it computes.
@@ -67,6 +70,7 @@ class RelayDataLoader(BaseDataLoader):
             # All lanes' rows of one step: lanes of finite data end at different rows, so only a
             # step that is empty in every lane is the end.
             batch, labels = _to_batch(self._reader.next_rows(self._rows_per_step))
+            batch["lanes"] = self._lanes
             if not self._infinite and not _any_rank_has_tokens(labels):
                 return
             for start in range(0, self._rows_per_step, self._rows_per_batch):

@@ -4,15 +4,10 @@ DTensor's random-number tracker does not exist on CPU: there each rank fills its
 seed, so shards repeat across ranks and no loss curve shows it. Here every element is computed from
 a counter (its index in the whole parameter), so weights are the same for any number of ranks, any
 degrees and any device, and no rank ever generates more than its own shard.
-
-The generator is SplitMix64 used as a hash of the counter (Steele, Lea, Flood: "Fast splittable
-pseudorandom number generators", OOPSLA 2014); normals come from the Box-Muller transform.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from dataclasses import dataclass
 
 import torch
@@ -21,44 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from titan_relay.titan.counter_random import counter_normal, key_of
+
 _CHUNK_ELEMENTS = 1 << 22  # bounds the temporaries to a few dozen MiB per parameter
-
-
-def _signed(value: int) -> int:
-    """The two's complement int64 with the bits of a 64-bit unsigned value."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def parameter_key(seed: int, name: str) -> int:
     """A 64-bit key for one parameter of one run."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return _signed(int.from_bytes(digest[:8], "little"))
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64 (torch shifts in the sign bit)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _splitmix64(counter: torch.Tensor, key: int) -> torch.Tensor:
-    x = counter * _GAMMA + key
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
-def counter_normal(index: torch.Tensor, key: int, std: float) -> torch.Tensor:
-    """One float32 normal per int64 index, independent of every other element's presence."""
-    bits = _splitmix64(index, key)
-    # The two halves of the hash give the two uniforms of Box-Muller; u1 is never 0.
-    u1 = (_shift_right(bits, 32).double() + 1.0) * 2.0**-32
-    u2 = (bits & 0xFFFFFFFF).double() * 2.0**-32
-    return (torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2) * std).float()
+    return key_of(f"{seed}/{name}")
 
 
 def _local_block(param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:

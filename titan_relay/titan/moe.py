@@ -49,14 +49,26 @@ class MoE(TitanMoE):
         )
         self.meter = LoadMeter(config.num_experts)
         self.step_context = StepContext()
+        self.layer = 0  # the model sets it; part of what random draws depend on
 
-    def forward(self, x_BLD: torch.Tensor, valid_BL: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        valid_BL: torch.Tensor | None = None,
+        token_keys_BL: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Apply the layer to this rank's tokens; returns `(B, L, D)`.
 
-        `valid_BL` marks the tokens that are not padding (None: all). Padding is computed like any
-        other token but takes no part in losses and counts.
+        Args:
+            valid_BL: the tokens that are not padding (None: all). Padding is computed like any
+                other token but takes no part in losses and counts.
+            token_keys_BL: int64 key of each token, from which a router that samples draws; without
+                keys it does not sample.
         """
-        routing = self.router(x_BLD, self.expert_bias_E)
+        draws = None
+        if token_keys_BL is not None:
+            draws = self.router.draw(_rows_like(token_keys_BL, x_BLD), self.layer)
+        routing = self.router(x_BLD, self.expert_bias_E, draws)
         scores_BLK = routing.scores_BLK
         if self.training and torch.is_grad_enabled():
             scores_BLK = self._attach_balance(routing, valid_BL)
@@ -83,9 +95,8 @@ class MoE(TitanMoE):
         if not isinstance(scores, DTensor):
             return self._attach_local(routing, valid_BL)
         local = Routing(*(_to_local(t) for t in vars(routing).values()))
-        if valid_BL is not None and valid_BL.shape[1] != local.scores_BLK.shape[1]:
-            tp_rank = scores.device_mesh.get_local_rank()
-            valid_BL = valid_BL.chunk(scores.device_mesh.size(), dim=1)[tp_rank]
+        if valid_BL is not None:
+            valid_BL = _rows_like(valid_BL, scores)
         attached = self._attach_local(local, valid_BL)
         return DTensor.from_local(attached, scores.device_mesh, scores.placements, run_check=False)
 
@@ -93,6 +104,13 @@ class MoE(TitanMoE):
         if valid_BL is None:
             valid_BL = torch.ones_like(routing.expert_ids_BLK[..., 0], dtype=torch.bool)
         return self.balance.attach(routing, valid_BL, self.step_context, self.meter)
+
+
+def _rows_like(rows_BL: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of something about tokens, cut like `x` `(B, L, ...)` under TP."""
+    if not isinstance(x, DTensor) or x.to_local().shape[1] == rows_BL.shape[1]:
+        return rows_BL
+    return rows_BL.chunk(x.device_mesh.size(), dim=1)[x.device_mesh.get_local_rank()]
 
 
 def _to_local(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ Shape suffixes: B batch, L tokens, D model dim, E experts, K top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,16 @@ class Router(TokenChoiceTopKRouter):
     class Config(TokenChoiceTopKRouter.Config):
         pass
 
-    def forward(self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None) -> Routing:
+    def draw(self, token_keys_BL: torch.Tensor, layer: int) -> Any:
+        """Random numbers for `forward`, from the tokens' keys; None for a router without chance."""
+        return None
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        expert_bias_E: torch.Tensor | None = None,
+        draws: Any = None,
+    ) -> Routing:
         """Route `x_BLD`; the bias takes part in the choice of experts, not in their scores.
 
         A row with a NaN logit still gets K distinct valid ids (with NaN scores), so that a

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.trainer import Trainer
 
 from titan_relay.config.schema import RunConfig
 from titan_relay.titan import cpu
 from titan_relay.titan.attention import prepare_cpu_batch
 from titan_relay.titan.balance_hook import BalanceStep, moe_layers
+from titan_relay.titan.counter_random import key_of, random_bits
 from titan_relay.titan.curves import StepCurves
 from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.relay_plan import relay_plan
@@ -35,6 +37,7 @@ class RelayTrainer(Trainer):
     def __init__(self, config: Config):
         super().__init__(config)
         model = config.run.model
+        self._samples = model.moe.score_func == "sparsemixer"
         tokens_are_repeated = self.parallel_dims.tp_enabled and not self.parallel_dims.ep_enabled
         self.balance = BalanceStep(
             self.model_parts,
@@ -83,7 +86,27 @@ class RelayTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Take this rank's part of the batch and build attention masks."""
+        """Take this rank's part of the batch and build attention masks; key tokens for sampling."""
+        input_dict = dict(input_dict)
+        lanes_B, seq_len = input_dict.pop("lanes", None), labels.shape[1]
+        inputs, labels, extra = self._cut_batch(input_dict, labels)
+        if self._samples and self.model_parts[0].training:
+            assert lanes_B is not None, "rows must be numbered where the model samples"
+            extra["token_keys"] = self._token_keys(lanes_B, seq_len)
+        return inputs, labels, extra
+
+    def _token_keys(self, lanes_B: torch.Tensor, seq_len: int) -> torch.Tensor:
+        """A key per token of this rank, from seed, step, global row and place in the row."""
+        index_BS = lanes_B[:, None] * seq_len + torch.arange(seq_len, device=lanes_B.device)
+        cp_mesh = self.parallel_dims.get_optional_mesh("cp")
+        if cp_mesh is not None:
+            balancer = self.config.parallelism.context_parallel_load_balancer
+            (index_BS,), _ = cp_shard(cp_mesh, (index_BS,), None, balancer)
+        return token_keys(index_BS, self.config.run.debug.seed, self.step)
+
+    def _cut_batch(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         if not cpu.on_cpu():
             return super().post_dataloading_process(input_dict, labels)
         inputs, labels, positions, mask = prepare_cpu_batch(
@@ -107,3 +130,8 @@ class RelayTrainer(Trainer):
 def step_seed(seed: int, step: int) -> int:
     """The random seed of one step of one run."""
     return int.from_bytes(hashlib.sha256(f"{seed}/step {step}".encode()).digest()[:8], "little")
+
+
+def token_keys(index: torch.Tensor, seed: int, step: int) -> torch.Tensor:
+    """int64 keys of a step's tokens, which are numbered through the whole global batch."""
+    return random_bits(index, key_of(f"{seed}/tokens of step {step}"))

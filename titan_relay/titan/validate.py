@@ -40,7 +40,8 @@ class RelayValidator(Validator):
         labels: torch.Tensor,
         model_parts: list[nn.Module],
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Take this rank's part of the batch and build attention masks."""
+        """Take this rank's part of the batch and build attention masks. Nothing is sampled."""
+        input_dict = {key: value for key, value in input_dict.items() if key != "lanes"}
         if not cpu.on_cpu():
             return super().post_dataloading_process(input_dict, labels, model_parts)
         inputs, labels, positions, mask = prepare_cpu_batch(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.families import mixtral, mla_moe, qwen2_moe, qwen3_moe
+from titan_relay.titan.families import mixtral, mla_moe, phimoe, qwen2_moe, qwen3_moe
 from titan_relay.titan.families.decoder import RelayDecoder
 
 
@@ -26,6 +26,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "mixtral": Family(mixtral.build, mixtral.Adapter),
     "mla_moe": Family(mla_moe.build, mla_moe.Adapter),
+    "phimoe": Family(phimoe.build, phimoe.Adapter),
     "qwen2_moe": Family(qwen2_moe.build, qwen2_moe.Adapter),
     "qwen3_moe": Family(qwen3_moe.build, qwen3_moe.Adapter),
 }

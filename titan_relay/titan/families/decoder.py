@@ -50,8 +50,9 @@ class RelayBlock(TransformerBlock):
         x: torch.Tensor,
         attention_masks: AttentionMasksType | None,
         positions: torch.Tensor | None = None,
+        token_keys: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Apply the block to `x` `(B, L, D)`; positions `(B, L)`."""
+        """Apply the block to `x` `(B, L, D)`; positions and keys `(B, L)`."""
         valid_BL = None
         if positions is not None:
             valid_BL = positions >= 0
@@ -60,7 +61,7 @@ class RelayBlock(TransformerBlock):
         if not self.moe_enabled:
             dense: torch.Tensor = x + self.feed_forward(self.ffn_norm(x))
             return dense
-        sparse: torch.Tensor = x + self.moe(self.ffn_norm(x), valid_BL)
+        sparse: torch.Tensor = x + self.moe(self.ffn_norm(x), valid_BL, token_keys)
         return sparse
 
     def attend(
@@ -108,6 +109,32 @@ class RelayDecoder(Decoder):
             return get_moe_model_nparams_and_flops(
                 self, model, num_heads, self.head_dims(), seq_len
             )
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        for name, block in self.layers.items():
+            if block.moe_enabled:
+                block.moe.layer = int(name)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_masks: AttentionMasksType | None = None,
+        token_keys: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits `(B, L, vocab)` of this rank's tokens `(B, L)`.
+
+        A pipeline stage lacks the ends that other stages have; without an embedding `tokens` are
+        hidden states. `token_keys` are for families that sample in training.
+        """
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            x = block(x, attention_masks, positions, token_keys)
+        if self.norm is not None:
+            x = self.norm(x)
+        # A chunked loss applies the head itself.
+        return x if self.lm_head is None or self._skip_lm_head else self.lm_head(x)
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialise buffers and parameters."""

@@ -16,7 +16,7 @@ from torchtitan.models.common.config_utils import (
     make_routed_experts_config,
 )
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
-from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.nn_modules import LayerNorm, RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.rope import CosSinRoPE, RoPE
 from torchtitan.protocols.module import Module
@@ -74,6 +74,15 @@ def linear(in_features: int, out_features: int, std: float, *, bias: bool = Fals
 def rms_norm(dim: int, eps: float) -> RMSNorm.Config:
     """An RMSNorm whose weight starts at one."""
     return RMSNorm.Config(normalized_shape=dim, eps=eps, param_init={"weight": Constant(1.0)})
+
+
+def layer_norm(dim: int, eps: float) -> LayerNorm.Config:
+    """A LayerNorm whose weight starts at one and whose bias at zero."""
+    return LayerNorm.Config(
+        normalized_shape=dim,
+        eps=eps,
+        param_init={"weight": Constant(1.0), "bias": Constant(0.0)},
+    )
 
 
 def embedding(model: ModelConfig) -> Embedding.Config:

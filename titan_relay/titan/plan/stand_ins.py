@@ -46,7 +46,9 @@ class SyntheticData(BaseDataLoader):
         while True:
             tokens = torch.randint(self._vocab_size, self._shape)
             positions = torch.arange(self._shape[1]).expand(self._shape).contiguous()
-            yield {"input": tokens, "positions": positions}, tokens.roll(-1, dims=1)
+            lanes = torch.arange(self._shape[0])
+            batch = {"input": tokens, "positions": positions, "lanes": lanes}
+            yield batch, tokens.roll(-1, dims=1)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to continue from."""
