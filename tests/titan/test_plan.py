@@ -95,7 +95,7 @@ def looks(folder: str) -> dict[str, Any]:
         "relay at worst": dry_run(relay, 4, CPU, skew=math.inf).steady.live_bytes,
         "relay": dry_run(relay, 4, CPU).steady.live_bytes,
         "deep": dry_run(deep, 4, CPU).steady.live_bytes,
-        "deep, from shallow": peak_of(deep, 4, CPU),
+        "deep, from shallow": peak_of(deep, 4, CPU).live_bytes,
         "lines": plan_lines(plan),
         "json": plan_json(plan),
         "changes": nearest_changes(alltoall, 4, small),

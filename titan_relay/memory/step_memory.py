@@ -81,14 +81,14 @@ class StepMemory:
         first: the peak of a run's first step. steady: that of every later one.
         rises: for each "direction part" the most that one visit of it rose above where it began;
             "backward block" is a whole layer's backward, recomputation included.
-        highs: the highest moment of each phase of the steady timeline.
+        highs: the highest moment of each phase of the steady timeline, by category.
         curve: the steady timeline, at most `num_points` points.
     """
 
     first: Peak
     steady: Peak
     rises: dict[str, int]
-    highs: dict[str, int] = field(repr=False)
+    highs: dict[str, tuple[int, ...]] = field(repr=False)
     curve: tuple[Point, ...] = field(repr=False)
 
 
@@ -177,11 +177,13 @@ class _Replay:
         op = self._timeline[best_index].label.op
         return Peak(best_bytes, best_index, self._phase_at(best_index), op, by_category)
 
-    def highs(self) -> dict[str, int]:
-        highs: dict[str, int] = {}
-        for index, event in enumerate(self._timeline[self._start :], self._start):
+    def highs(self) -> dict[str, tuple[int, ...]]:
+        highest: dict[str, int] = {}
+        highs: dict[str, tuple[int, ...]] = {}
+        for index, event, totals in self._walk():
             phase = self._phase_at(index)
-            highs[phase] = max(highs.get(phase, 0), event.live_bytes)
+            if index >= self._start and event.live_bytes > highest.get(phase, -1):
+                highest[phase], highs[phase] = event.live_bytes, tuple(totals)
         return highs
 
     def rises(self) -> dict[str, int]:

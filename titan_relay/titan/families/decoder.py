@@ -20,6 +20,7 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
 from titan_relay.titan.families.sharding import shard_extras
+from titan_relay.titan.families.tables import share_rotary_tables
 from titan_relay.titan.init import init_by_name
 
 
@@ -139,6 +140,7 @@ class RelayDecoder(Decoder):
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialise buffers and parameters."""
         super().init_states(buffer_device=buffer_device)
+        share_rotary_tables(self)
         assert isinstance(self.config, RelayDecoder.Config)
         init_by_name(self, seed=self.config.init_seed)
 

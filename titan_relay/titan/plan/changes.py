@@ -72,7 +72,7 @@ def _peaks(
             validate(candidate, world_size, "proposal", files=False)
         except ConfigError:
             continue
-        yield settings | proposal, peak_of(candidate, world_size, device)
+        yield settings | proposal, peak_of(candidate, world_size, device).live_bytes
 
 
 def with_settings(run: RunConfig, settings: dict[str, Any]) -> RunConfig:

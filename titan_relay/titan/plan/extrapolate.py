@@ -9,30 +9,47 @@ are never made this way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from titan_relay.config import RunConfig
 from titan_relay.memory.devices import Device
+from titan_relay.memory.step_memory import CATEGORIES
 from titan_relay.titan.plan.dry_run import dry_run
 
-_SHALLOW = 5  # two blocks at each end that prefetching treats differently, and one between
-_EDGE = 2
+_SHALLOW = 3  # a block at each end, which prefetching treats differently, and one between
+_EDGE = 1
+
+Bytes = tuple[int, ...]  # by category
 
 
-def peak_of(run: RunConfig, world_size: int, device: Device) -> int:
+@dataclass(frozen=True)
+class Moment:
+    """The highest moment of a step.
+
+    place: its phase, the layer counted from the nearer end, such as "backward experts first + 0".
+    """
+
+    place: str
+    by_category: dict[str, int]
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(self.by_category.values())
+
+
+def peak_of(run: RunConfig, world_size: int, device: Device) -> Moment:
     """The peak of any step but the first of rank 0, extrapolated where that is exact."""
-    highs = highs_of(run, world_size, device)
-    return max(highs.values())
-
-
-def highs_of(run: RunConfig, world_size: int, device: Device) -> dict[str, int]:
-    """The highest moment of each phase, layers named by their place."""
     num_layers = run.model.num_layers
     if not _can_extrapolate(run):
-        return _highs(run, num_layers, world_size, device)
+        return _highest(_highs(run, num_layers, world_size, device))
     low = _highs(run, _SHALLOW, world_size, device)
     high = _highs(run, _SHALLOW + 1, world_size, device)
-    return {place: _line(low, high, place, num_layers) for place in high}
+    return _highest({place: _line(low, high, place, num_layers) for place in high})
+
+
+def _highest(highs: Mapping[str, Bytes]) -> Moment:
+    place = max(highs, key=lambda each: sum(highs[each]))
+    return Moment(place, dict(zip(CATEGORIES, highs[place], strict=True)))
 
 
 def _can_extrapolate(run: RunConfig) -> bool:
@@ -40,13 +57,13 @@ def _can_extrapolate(run: RunConfig) -> bool:
     return uniform and run.model.num_layers > 2 * _SHALLOW + 1
 
 
-def _highs(run: RunConfig, num_layers: int, world_size: int, device: Device) -> dict[str, int]:
+def _highs(run: RunConfig, num_layers: int, world_size: int, device: Device) -> dict[str, Bytes]:
     run = replace(run, model=replace(run.model, num_layers=num_layers))
     memory = dry_run(run, world_size, device)
-    highs: dict[str, int] = {}
-    for phase, num_bytes in memory.highs.items():
+    highs: dict[str, Bytes] = {}
+    for phase, here in memory.highs.items():
         place = _place(phase, num_layers)
-        highs[place] = max(highs.get(place, 0), num_bytes)
+        highs[place] = max(highs.get(place, here), here, key=sum)
     return highs
 
 
@@ -64,6 +81,9 @@ def _place(phase: str, num_layers: int) -> str:
     return f"{' '.join(words)} {where}"
 
 
-def _line(low: Mapping[str, int], high: Mapping[str, int], place: str, num_layers: int) -> int:
-    per_layer = high[place] - low.get(place, high[place])
-    return low.get(place, high[place]) + per_layer * (num_layers - _SHALLOW)
+def _line(
+    low: Mapping[str, Bytes], high: Mapping[str, Bytes], place: str, num_layers: int
+) -> Bytes:
+    start = low.get(place, high[place])
+    steps = num_layers - _SHALLOW
+    return tuple(a + (b - a) * steps for a, b in zip(start, high[place], strict=True))

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as distributed_utils
 
@@ -52,8 +51,7 @@ def fake_ranks(world_size: int, rank: int, routing: Routing, device: Device) -> 
                 stack.enter_context(shadow_device(torch.device("cuda")))
                 stack.enter_context(flash_attention())
                 stack.enter_context(_replaced(experts, "has_grouped_gemm", _is_bfloat16))
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(_ReadsZero())
+            stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
             yield
     finally:
         dist.destroy_process_group()
@@ -67,8 +65,8 @@ _FROM_REAL_VALUES = (
 )
 
 
-class _ReadsZero(TorchDispatchMode):
-    """Gives 0 for a number that is read back from a fake tensor.
+class _FakeTensors(FakeTensorMode):
+    """Fake tensors from which a number can be read back: it is 0.
 
     Those that a step reads are counts for reports and faults; what shapes depend on is supplied.
     """
@@ -78,7 +76,7 @@ class _ReadsZero(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0.0 if args[0].is_floating_point() else 0
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""Searches for the longest sequence: over plans, and over real steps."""

@@ -1,0 +1,109 @@
+"""The search over real steps on CPU ranks, under a budget of live tensor bytes."""
+
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from longest.result import Result, made_of, result_of
+from titan_relay.config import RunConfig, degrees_of
+from titan_relay.memory.step_memory import StepMemory
+from titan_relay.titan.build import build_trainer_config
+from titan_relay.titan.plan.longest import Tried, longest, unit_of, with_length
+from titan_relay.titan.plan.recorder import record_step
+from titan_relay.titan.plan.stand_ins import without_files
+from titan_relay.titan.plan.variants import variant_of
+
+
+def search_measured(
+    run: RunConfig,
+    world_size: int,
+    variants: Sequence[str],
+    budget_bytes: int,
+    say: Callable[[str], None],
+) -> list[Result]:
+    """The longest sequence of each variant whose largest rank stays within the budget."""
+    with tempfile.TemporaryDirectory(prefix="longest") as folder:
+        answers = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(
+            _rank_main,
+            args=(world_size, folder, run, tuple(variants), budget_bytes, answers, say),
+            nprocs=world_size,
+        )
+        results: list[Result] = answers.get()
+        return results
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    run: RunConfig,
+    variants: Sequence[str],
+    budget_bytes: int,
+    answers: Any,
+    say: Callable[[str], None],
+) -> None:
+    start_rank(rank, world_size, folder)
+    results = [
+        _search(variant_of(run, name), name, world_size, budget_bytes, say if rank == 0 else _mute)
+        for name in variants
+    ]
+    if rank == 0:
+        answers.put(results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _search(
+    run: RunConfig, name: str, world_size: int, budget_bytes: int, say: Callable[[str], None]
+) -> Result:
+    slopes: list[Tried] = []
+
+    def peak(seq_len: int) -> Tried:
+        memory = measured_step(with_length(run, seq_len), world_size)
+        peak_bytes = _largest(memory.steady.live_bytes)
+        tried = Tried(seq_len, peak_bytes, made_of(memory.steady.phase, memory.steady.by_category))
+        slopes.append(tried)
+        say(f"  {name}: {seq_len:,} tokens take {peak_bytes / 2**20:.1f} MiB")
+        return tried
+
+    unit = unit_of(run, degrees_of(run, world_size))
+    found = longest(peak, unit, budget_bytes, run.training.seq_len)
+    return result_of(name, found)
+
+
+def measured_step(run: RunConfig, world_size: int) -> StepMemory:
+    """One real step of this rank, in the dtype that the run asks for, routed evenly."""
+    config = build_trainer_config(run, world_size, compute_in_float32=False)
+    trainer = without_files(config).build()
+    try:
+        return record_step(trainer)
+    finally:
+        trainer.close()
+        del trainer
+        gc.collect()
+
+
+def start_rank(rank: int, world_size: int, folder: str) -> None:
+    """One thread, and a gloo group over all ranks."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+    )
+
+
+def _largest(num_bytes: int) -> int:
+    highest = torch.tensor(num_bytes)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return int(highest.item())
+
+
+def _mute(text: str) -> None:
+    """Rank 0 speaks for all."""

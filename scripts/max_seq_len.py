@@ -1,0 +1,110 @@
+"""The longest sequence that fits a device, for several ways to run the same model.
+
+    python scripts/max_seq_len.py --config FILE --world-size 16 --device h100-80g
+    python scripts/max_seq_len.py --config FILE --world-size 4 --measure --budget-mib 400
+
+Searches over the planner: every try is the trainer's own step on fake tensors (a deep model's from
+two shallow ones). With --measure every try is a real step on CPU ranks that this script starts, and
+the limit is a budget of live tensor bytes. Further arguments are configuration keys.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+# Fake CPU tensors stand for the device's, whatever this machine has.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+from longest.measured import search_measured
+from longest.planned import search_planned
+from longest.result import Result
+
+from titan_relay.config import load_config, validate
+from titan_relay.memory.devices import device_named
+from titan_relay.titan.plan.variants import BASELINE, VARIANTS, variant_of
+
+EXIT_USER_ERROR = 2
+_MIB = 2**20
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, keys = parse(argv)
+    try:
+        run = load_config(["--config", args.config, *keys]).config
+        for name in args.variants:
+            validate(variant_of(run, name), args.world_size, args.config, files=False)
+        if args.measure:
+            if args.budget_mib is None:
+                raise ValueError(
+                    "--measure needs --budget-mib, the live bytes that a rank may have"
+                )
+            results = search_measured(
+                run, args.world_size, args.variants, int(args.budget_mib * _MIB), say
+            )
+        else:
+            if args.device is None:
+                raise ValueError("--device is missing; name one, or measure with --measure")
+            device = device_named(args.device)
+            if device.is_cpu:
+                raise ValueError("--device cpu: a CPU has no limit; give a number of GiB")
+            results = search_planned(run, args.world_size, args.variants, device, say)
+    except ValueError as error:  # ConfigError among them
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if args.json:
+        print(json.dumps([result.json() for result in results], indent=2))
+    else:
+        print(table(results))
+    return 0
+
+
+def table(results: list[Result]) -> str:
+    """Variants in rows, with their ratio to the first."""
+    head = f"{'variant':<26} {'longest':>10} {'ratio':>6} {'peak GiB':>9}  limited by"
+    base = next((r.max_seq_len for r in results if r.variant == BASELINE), 0)
+    lines = [head]
+    for result in results:
+        ratio = f"{result.max_seq_len / base:.2f}" if base else "-"
+        lines.append(
+            f"{result.variant:<26} {result.max_seq_len:>10,} {ratio:>6} "
+            f"{result.peak_bytes / 2**30:9.3f}  {result.limited_by}"
+        )
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """This script's arguments, and those that are configuration keys."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="the run's TOML file")
+    parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
+    parser.add_argument("--device", help="such as h100-80g, or a number of GiB")
+    parser.add_argument(
+        "--variants", type=variants, default=list(VARIANTS),
+        help=f"any of {','.join(VARIANTS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--measure", action="store_true", help="real steps on CPU ranks")
+    parser.add_argument("--budget-mib", type=float, help="live bytes of a rank, with --measure")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    return parser.parse_known_args(argv)
+
+
+def variants(text: str) -> list[str]:
+    """Names between commas."""
+    names = text.split(",")
+    for name in names:
+        if name not in VARIANTS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(VARIANTS)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
