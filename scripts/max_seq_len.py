@@ -36,9 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             validate(variant_of(run, name), args.world_size, args.config, files=False)
         if args.measure:
             if args.budget_mib is None:
-                raise ValueError(
-                    "--measure needs --budget-mib, the live bytes that a rank may have"
-                )
+                raise ValueError("--measure needs --budget-mib, the live bytes of a rank")
             results = search_measured(
                 run, args.world_size, args.variants, int(args.budget_mib * _MIB), say
             )

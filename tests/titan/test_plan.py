@@ -24,7 +24,7 @@ ALLTOALL = {"relay__dispatcher": "alltoall", "debug__moe_force_load_balance": Tr
 RUNS = [
     a_run("experts circulate", **layout(dp=2, ep=2), relay__circulate="experts"),
     a_run("tokens circulate, cp 2", **layout(cp=2, ep=2), relay__circulate="tokens"),
-    a_run("accumulation", **layout(dp=2) | {"training__local_batch_size": 2}),
+    a_run("accumulation", **layout(dp=2) | {"training__local_batch_size": 1}),
     a_run("all-to-all", **layout(dp=2, ep=2), **ALLTOALL),
     a_run("all-to-all, full", **layout(dp=2, ep=2), **ALLTOALL, activation_checkpoint__mode="full"),
     a_run("chunked loss", **layout(dp=2, ep=2), loss__name="chunked_cross_entropy"),
@@ -71,8 +71,9 @@ def test_predicted_peaks_are_those_of_real_ranks(tmp_path: Path) -> None:
     for run in RUNS:
         memory = predicted[run.name]
         ours = (memory.first.live_bytes, memory.steady.live_bytes)
-        # The same trainer on the same shapes: what differs is a few words of bookkeeping.
-        assert ours == pytest.approx(measured[run.name], rel=0.002), run.name
+        # The same trainer on the same shapes. What differs are token ids: a dry run has those of
+        # two microbatches, this run those of four, 3 kB of half a MiB.
+        assert ours == pytest.approx(measured[run.name], rel=0.007), run.name
 
 
 def looks(folder: str) -> dict[str, Any]:

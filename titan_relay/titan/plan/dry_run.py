@@ -10,14 +10,16 @@ from dataclasses import replace
 
 from torchtitan.tools.logging import logger
 
-from titan_relay.config import RunConfig
+from titan_relay.config import RunConfig, degrees_of
 from titan_relay.memory.devices import Device
 from titan_relay.memory.step_memory import StepMemory
-from titan_relay.titan.build import build_trainer_config
+from titan_relay.titan.build import build_trainer_config, global_batch_size
 from titan_relay.titan.plan.fake_ranks import fake_ranks
 from titan_relay.titan.plan.recorder import record_step
 from titan_relay.titan.plan.routing import Routing
 from titan_relay.titan.plan.stand_ins import without_files
+
+_MOST_MICROBATCHES = 2
 
 
 def dry_run(
@@ -25,7 +27,8 @@ def dry_run(
 ) -> StepMemory:
     """Every byte of one training step of rank `rank`, without a device or any other rank.
 
-    A compiled run is planned as if it were not: a compiler needs no more.
+    A compiled run is planned as if it were not: a compiler needs no more. Of many accumulated
+    microbatches two are run: the second has the first one's gradients beside it, like all others.
 
     Args:
         skew: rows that the all-to-all brings this rank, as a multiple of a balanced router's.
@@ -33,7 +36,7 @@ def dry_run(
     Raises:
         RuntimeError: this process is in a process group already.
     """
-    run = replace(run, compile=replace(run.compile, enable=False))
+    run = replace(_accumulating_twice(run, world_size), compile=replace(run.compile, enable=False))
     with _quiet(), fake_ranks(world_size, rank, Routing(skew), device):
         config = build_trainer_config(run, world_size, compute_in_float32=device.is_cpu)
         trainer = without_files(config).build()
@@ -41,6 +44,12 @@ def dry_run(
             return record_step(trainer)
         finally:
             trainer.close()
+
+
+def _accumulating_twice(run: RunConfig, world_size: int) -> RunConfig:
+    rows = run.training.local_batch_size * degrees_of(run, world_size).batch
+    most = min(global_batch_size(run, world_size), _MOST_MICROBATCHES * rows)
+    return replace(run, training=replace(run.training, global_batch_size=most))
 
 
 @contextmanager

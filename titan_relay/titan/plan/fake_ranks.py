@@ -8,8 +8,9 @@ aborts in a build of torch without CUDA.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ _FROM_REAL_VALUES = (
 )
 
 
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+
 class _FakeTensors(FakeTensorMode):
     """Fake tensors from which a number can be read back: it is 0.
 
@@ -72,7 +76,11 @@ class _FakeTensors(FakeTensorMode):
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = _NO_KEYWORDS,
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0.0 if args[0].is_floating_point() else 0

@@ -84,7 +84,7 @@ def _along_line(
 
 
 def unit_of(run: RunConfig, degrees: Degrees) -> int:
-    """What sequence lengths are multiples of: what parallelism and loss need, at least 512 a rank."""
+    """What sequence lengths are multiples of: what layout and loss need, at least 512 a rank."""
     multiple, _ = sequence_multiple(run, degrees)
     chunks = run.loss.num_chunks if run.loss.name == "chunked_cross_entropy" else 1
     local = degrees.cp * degrees.tp
@@ -92,10 +92,11 @@ def unit_of(run: RunConfig, degrees: Degrees) -> int:
 
 
 def with_length(run: RunConfig, seq_len: int) -> RunConfig:
-    """The run with sequences of `seq_len`, and rotary tables to match."""
+    """The run with one sequence of `seq_len` at a time, not accumulated, and tables to match."""
     longest_len = max(seq_len, run.model.max_seq_len)
+    training = replace(run.training, seq_len=seq_len, local_batch_size=1, global_batch_size=-1)
     return replace(
         run,
-        training=replace(run.training, seq_len=seq_len),
+        training=training,
         model=replace(run.model, max_seq_len=longest_len),
     )
