@@ -20,12 +20,13 @@ from longest.measured import search_measured
 from longest.planned import search_planned
 from longest.result import Result
 
-from titan_relay.config import load_config, validate
+from titan_relay.config import RunConfig, load_config, validate
 from titan_relay.memory.devices import device_named
 from titan_relay.titan.plan.variants import BASELINE, VARIANTS, variant_of
 
 EXIT_USER_ERROR = 2
 _MIB = 2**20
+_BFLOAT16 = 2  # bytes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps([result.json() for result in results], indent=2))
     else:
         print(table(results))
+        if args.for_layers:
+            print(deeper(results, run, args.for_layers))
     return 0
 
 
@@ -68,6 +71,20 @@ def table(results: list[Result]) -> str:
             f"{result.variant:<26} {result.max_seq_len:>10,} {ratio:>6} "
             f"{result.peak_bytes / 2**30:9.3f}  {result.limited_by}"
         )
+    return "\n".join(lines)
+
+
+def deeper(results: list[Result], run: RunConfig, num_layers: int) -> str:
+    """Ratios of growth per token at another depth: a block more keeps one copy of its input."""
+    degrees = run.parallelism
+    share = degrees.context_parallel_degree * degrees.tensor_parallel_degree
+    added = (num_layers - run.model.num_layers) * run.model.dim * _BFLOAT16 / share
+    slopes = {each.variant: each.bytes_per_token + added for each in results}
+    base = slopes.get(BASELINE)
+    lines = [f"growth per token at {num_layers} layers, in copies of a token of the model's width:"]
+    for name, slope in slopes.items():
+        ratio = f", 1/{base / slope:.2f} of {BASELINE}" if base and name != BASELINE else ""
+        lines.append(f"  {name}: {slope * share / (run.model.dim * _BFLOAT16):.1f}{ratio}")
     return "\n".join(lines)
 
 
@@ -91,6 +108,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="real steps on CPU ranks")
     parser.add_argument("--budget-mib", type=float, help="live bytes of a rank, with --measure")
+    parser.add_argument(
+        "--for-layers", type=int, metavar="N",
+        help="also say what the growth per token would be at N layers that keep their input only",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON only")
     return parser.parse_known_args(argv)
 

@@ -1,6 +1,5 @@
 """The search over real steps on CPU ranks, under a budget of live tensor bytes."""
 
-import gc
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,11 +11,8 @@ import torch.multiprocessing as mp
 
 from longest.result import Result, made_of, result_of
 from titan_relay.config import RunConfig, degrees_of
-from titan_relay.memory.step_memory import StepMemory
-from titan_relay.titan.build import build_trainer_config
 from titan_relay.titan.plan.longest import Tried, longest, unit_of, with_length
-from titan_relay.titan.plan.recorder import record_step
-from titan_relay.titan.plan.stand_ins import without_files
+from titan_relay.titan.plan.measure import measure_steps
 from titan_relay.titan.plan.variants import variant_of
 
 
@@ -63,31 +59,19 @@ def _rank_main(
 def _search(
     run: RunConfig, name: str, world_size: int, budget_bytes: int, say: Callable[[str], None]
 ) -> Result:
-    slopes: list[Tried] = []
+    tries: list[Tried] = []
 
     def peak(seq_len: int) -> Tried:
-        memory = measured_step(with_length(run, seq_len), world_size)
-        peak_bytes = _largest(memory.steady.live_bytes)
+        (memory,) = measure_steps(with_length(run, seq_len), world_size, compute_in_float32=False)
+        peak_bytes = largest(memory.steady.live_bytes)
         tried = Tried(seq_len, peak_bytes, made_of(memory.steady.phase, memory.steady.by_category))
-        slopes.append(tried)
+        tries.append(tried)
         say(f"  {name}: {seq_len:,} tokens take {peak_bytes / 2**20:.1f} MiB")
         return tried
 
     unit = unit_of(run, degrees_of(run, world_size))
     found = longest(peak, unit, budget_bytes, run.training.seq_len)
-    return result_of(name, found)
-
-
-def measured_step(run: RunConfig, world_size: int) -> StepMemory:
-    """One real step of this rank, in the dtype that the run asks for, routed evenly."""
-    config = build_trainer_config(run, world_size, compute_in_float32=False)
-    trainer = without_files(config).build()
-    try:
-        return record_step(trainer)
-    finally:
-        trainer.close()
-        del trainer
-        gc.collect()
+    return result_of(name, found, tries)
 
 
 def start_rank(rank: int, world_size: int, folder: str) -> None:
@@ -99,7 +83,8 @@ def start_rank(rank: int, world_size: int, folder: str) -> None:
     )
 
 
-def _largest(num_bytes: int) -> int:
+def largest(num_bytes: int) -> int:
+    """The most that any rank has; on all ranks."""
     highest = torch.tensor(num_bytes)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     return int(highest.item())

@@ -25,15 +25,24 @@ def search_planned(
     first = 0
     for number, name in enumerate(variants, 1):
         varied = variant_of(run, name)
+        tries: list[Tried] = []
         unit = unit_of(varied, degrees_of(varied, world_size))
 
-        def peak(seq_len: int, varied: RunConfig = varied, name: str = name) -> Tried:
+        def peak(
+            seq_len: int,
+            varied: RunConfig = varied,
+            name: str = name,
+            tries: list[Tried] = tries,
+        ) -> Tried:
             moment = peak_of(with_length(varied, seq_len), world_size, device)
             say(f"  {name}: {seq_len:,} tokens take {moment.live_bytes / 2**30:.2f} GiB")
-            return Tried(seq_len, moment.live_bytes, made_of(moment.place, moment.by_category))
+            tries.append(
+                Tried(seq_len, moment.live_bytes, made_of(moment.place, moment.by_category))
+            )
+            return tries[-1]
 
         say(f"{name} ({number} of {len(variants)}), limit {limit / 2**30:.2f} GiB")
         found = longest(peak, unit, limit, first or varied.training.seq_len)
         first = first if found is None else found.seq_len
-        results.append(result_of(name, found))
+        results.append(result_of(name, found, tries))
     return results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import tempfile
 from dataclasses import replace
@@ -33,19 +32,14 @@ RUNS = [
 
 def measure(folder: str, runs: list[Run]) -> dict[str, tuple[int, int]]:
     """On real ranks: the peaks of a first and of a later step of this rank, by run."""
-    from titan_relay.titan.build import build_trainer_config
-    from titan_relay.titan.plan.recorder import record_step
-    from titan_relay.titan.plan.stand_ins import without_files
+    from titan_relay.titan.plan.measure import measure_steps
 
     peaks = {}
     for run in runs:
         config = load_run(Path(folder), run)
-        trainer = without_files(build_trainer_config(config, dist.get_world_size())).build()
-        peaks[run.name] = tuple(record_step(trainer).first.live_bytes for _ in range(2))
-        trainer.close()
-        del trainer
-        gc.collect()
-    return peaks  # type: ignore[return-value]
+        steps = measure_steps(config, dist.get_world_size(), num_steps=2)
+        peaks[run.name] = (steps[0].first.live_bytes, steps[1].first.live_bytes)
+    return peaks
 
 
 def without_group(function: Any, *args: Any) -> Any:

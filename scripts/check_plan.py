@@ -1,0 +1,182 @@
+"""Predicted against measured: plans of small runs, and the same runs on real CPU ranks.
+
+    python scripts/check_plan.py train_configs/*_tiny.toml --world-size 4
+    python scripts/check_plan.py train_configs/mixtral_8x7b_tiny.toml --world-size 2
+
+For every file, dispatcher, level of what is kept, and degrees of context and expert parallelism
+that the ranks allow: the peak of live tensor bytes in a step after the first, as planned on fake
+tensors and as counted on the ranks that this script starts (the largest of them). The router is
+made to route evenly, since a plan of the all-to-all assumes that. Exit code 1: one is more than 3%
+off.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from longest.measured import largest, start_rank
+
+from titan_relay.config import ConfigError, RunConfig, load_config, validate
+from titan_relay.memory.devices import device_named
+from titan_relay.titan.plan.changes import with_settings
+from titan_relay.titan.plan.dry_run import dry_run
+from titan_relay.titan.plan.measure import measure_steps
+
+TOLERANCE = 0.03
+EXIT_OFF, EXIT_USER_ERROR = 1, 2
+_LEVELS = {
+    "relay": [("attention_retention.mode", level) for level in ("recompute", "output", "full")],
+    "alltoall": [("activation_checkpoint.mode", mode) for mode in ("none", "selective", "full")],
+}
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run to compare."""
+
+    name: str
+    dispatcher: str
+    level: str
+    cp: int
+    ep: int
+    run: RunConfig
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A case's peaks."""
+
+    config: str
+    dispatcher: str
+    level: str
+    cp: int
+    ep: int
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        cases = list(all_cases(args.configs, args.world_size))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    say(f"{len(cases)} runs on {args.world_size} ranks")
+    measured = measure(cases, args.world_size)
+    results = []
+    for number, (case, measured_bytes) in enumerate(zip(cases, measured, strict=True), 1):
+        say(f"planning {number} of {len(cases)}")
+        predicted = dry_run(case.run, args.world_size, device_named("cpu")).steady.live_bytes
+        results.append(
+            Compared(
+                case.name, case.dispatcher, case.level, case.cp, case.ep, predicted, measured_bytes
+            )
+        )
+    print(table(results))
+    if args.json:
+        rows = [asdict(result) | {"error": result.error} for result in results]
+        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    return EXIT_OFF if any(abs(result.error) > TOLERANCE for result in results) else 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("configs", nargs="+", help="TOML files of small runs")
+    parser.add_argument("--world-size", type=int, default=4, help="ranks (default 4)")
+    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
+    return parser.parse_args(argv)
+
+
+def all_cases(configs: list[str], world_size: int) -> Iterator[Case]:
+    """Every combination that is valid on so many ranks."""
+    degrees = [2**power for power in range(world_size.bit_length()) if 2**power <= world_size]
+    for config in configs:
+        base = load_config(["--config", config]).config
+        for dispatcher, cp, ep in itertools.product(_LEVELS, (1, 2), degrees):
+            for key, level in _LEVELS[dispatcher]:
+                settings = {
+                    "attention_retention.mode": "recompute",
+                    "activation_checkpoint.mode": "none",
+                    "relay.dispatcher": dispatcher,
+                    "parallelism.data_parallel_replicate_degree": 1,
+                    "parallelism.data_parallel_shard_degree": -1,
+                    "parallelism.context_parallel_degree": cp,
+                    "parallelism.expert_parallel_degree": ep,
+                    "training.global_batch_size": -1,
+                    "debug.moe_force_load_balance": True,
+                    key: level,
+                }
+                run = with_settings(base, settings)
+                try:
+                    validate(run, world_size, config, files=False)
+                except ConfigError:
+                    continue
+                yield Case(Path(config).stem, dispatcher, level, cp, ep, run)
+
+
+def measure(cases: list[Case], world_size: int) -> list[int]:
+    """The largest rank's peak of a second step, by case."""
+    with tempfile.TemporaryDirectory(prefix="check_plan") as folder:
+        answers = mp.get_context("spawn").SimpleQueue()
+        runs = [case.run for case in cases]
+        mp.spawn(_rank_main, args=(world_size, folder, runs, answers), nprocs=world_size)
+        peaks: list[int] = answers.get()
+        return peaks
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, runs: list[RunConfig], answers: Any
+) -> None:
+    start_rank(rank, world_size, folder)
+    peaks = []
+    for number, run in enumerate(runs, 1):
+        second = measure_steps(run, world_size, num_steps=2)[1]
+        peaks.append(largest(second.first.live_bytes))
+        if rank == 0:
+            say(f"measured {number} of {len(runs)}")
+    if rank == 0:
+        answers.put(peaks)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(results: list[Compared]) -> str:
+    """Markdown."""
+    lines = [
+        "| config | dispatcher | keeps | cp | ep | predicted MiB | measured MiB | off by |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.config} | {r.dispatcher} | {r.level} | {r.cp} | {r.ep} "
+        f"| {r.predicted_bytes / _MIB:.2f} | {r.measured_bytes / _MIB:.2f} | {r.error:+.2%} |"
+        for r in results
+    ]
+    worst = max(results, key=lambda result: abs(result.error))
+    return "\n".join([*lines, "", f"{len(results)} runs, at most {abs(worst.error):.2%} off."])
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
