@@ -14,6 +14,11 @@ from relay_kernels import ExpertWeights, SwiGLU
 from tests.kernels.reference import activated
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# One rounding to 16 bits, relative. A device rounds to nearest; the interpreter cuts off bfloat16.
+ROUNDING = {
+    torch.bfloat16: 2**-8 if torch.cuda.is_available() else 2**-7,
+    torch.float16: 2**-11,
+}
 # What rows past the last offset hold: an access by it would be far out of bounds.
 JUNK_ROW = 2**31 - 1
 

@@ -13,7 +13,7 @@ from relay_kernels import (
     forward_workspace_bytes,
 )
 from relay_kernels.choice import uses_triton
-from tests.kernels.problem import DEVICE, Problem, assert_close
+from tests.kernels.problem import DEVICE, ROUNDING, Problem, assert_close
 
 
 def step_shape(problem, max_rows, **options):
@@ -47,7 +47,7 @@ def test_the_fused_kernels_give_what_the_steps_give(dtype, deterministic):
     problem = Problem((9, 0, 1, 6), 9, 2, 18, 17, dtype=dtype, has_biases=True)
     truth = problem.true_out(problem.true_hidden())
     # a is rounded to bfloat16, then each of a token's parts as it is added.
-    tolerance = 1e-6 if dtype == torch.float32 else 4 * 2**-8
+    tolerance = 1e-6 if dtype == torch.float32 else 4 * ROUNDING[dtype]
     for kernels in ("triton", "torch"):
         options = {"kernels": kernels, "deterministic": deterministic}
         assert_close(run(problem, 7, **options), truth, tolerance, kernels)

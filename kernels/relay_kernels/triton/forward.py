@@ -84,6 +84,11 @@ def up_gate_kernel(
         w3_KN += inside_N[None, :] * stride_w3f + d_K[:, None] * stride_w3d
         h1_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         h3_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if b1_ptr is not None:
+            b1_N = tl.load(b1_ptr + expert.to(tl.int64) * stride_b1e + inside_N * stride_b1f)
+            b3_N = tl.load(b3_ptr + expert.to(tl.int64) * stride_b3e + inside_N * stride_b3f)
+            h1_MN += b1_N.to(tl.float32)[None, :]
+            h3_MN += b3_N.to(tl.float32)[None, :]
         for d in range(0, dim, BLOCK_K):
             if EVEN_K:
                 x, w1, w3 = tl.load(x_MK), tl.load(w1_KN), tl.load(w3_KN)
@@ -97,11 +102,6 @@ def up_gate_kernel(
             x_MK += BLOCK_K * tl.cast(stride_xd, tl.int64)
             w1_KN += BLOCK_K * tl.cast(stride_w1d, tl.int64)
             w3_KN += BLOCK_K * tl.cast(stride_w3d, tl.int64)
-        if b1_ptr is not None:
-            b1_N = tl.load(b1_ptr + expert.to(tl.int64) * stride_b1e + inside_N * stride_b1f)
-            b3_N = tl.load(b3_ptr + expert.to(tl.int64) * stride_b3e + inside_N * stride_b3f)
-            h1_MN += b1_N.to(tl.float32)[None, :]
-            h3_MN += b3_N.to(tl.float32)[None, :]
         a_MN = swiglu(h1_MN, h3_MN, ALPHA, LIMIT, UP_OFFSET)
         out_MN = a_ptr + (i_M - first).to(tl.int64)[:, None] * stride_ar + f_N[None, :]
         is_stored_MN = (i_M < end)[:, None] & (f_N < expert_dim)[None, :]
@@ -161,6 +161,9 @@ def down_kernel(
         w2_KN = w2_ptr + expert.to(tl.int64) * stride_w2e
         w2_KN += inside_N[None, :] * stride_w2d + f_K[:, None] * stride_w2f
         y_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if b2_ptr is not None:
+            b2_N = tl.load(b2_ptr + expert.to(tl.int64) * stride_b2e + inside_N * stride_b2d)
+            y_MN += b2_N.to(tl.float32)[None, :]
         for f in range(0, expert_dim, BLOCK_K):
             if EVEN_K:
                 a, w2 = tl.load(a_MK), tl.load(w2_KN)
@@ -171,9 +174,6 @@ def down_kernel(
             y_MN = product(a, w2, y_MN, INPUT_PRECISION)
             a_MK += BLOCK_K
             w2_KN += BLOCK_K * tl.cast(stride_w2f, tl.int64)
-        if b2_ptr is not None:
-            b2_N = tl.load(b2_ptr + expert.to(tl.int64) * stride_b2e + inside_N * stride_b2d)
-            y_MN += b2_N.to(tl.float32)[None, :]
         row_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32)
         score_M = tl.load(scores_ptr + row_M).to(tl.float32)
         y_MN *= score_M[:, None]
