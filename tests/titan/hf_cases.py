@@ -67,6 +67,7 @@ def _phi(name: str, *, short_len: int, training: bool = True) -> Case:
             "attention_bias": True,
             "lm_head_bias": True,
             "sliding_window": None,
+            "input_jitter_noise": 0.05,
             "router_jitter_noise": 0.1,  # ten times what is released, so that experts do compete
             "rope_parameters": {
                 "rope_type": "longrope",
@@ -96,6 +97,7 @@ def _phi(name: str, *, short_len: int, training: bool = True) -> Case:
             "moe.score_func": "sparsemixer",
             "moe.route_norm": False,
             "moe.router_jitter": 0.1,
+            "moe.input_jitter": 0.05,
         },
     )
     return replace(case, training=training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def random_model(case: Case) -> nn.Module:
     """A model whose every parameter is random: no zero biases, no norms of one, sharp routing."""
     import transformers
 
-    config = getattr(transformers, case.config)(**case.hf)
+    config = getattr(transformers, case.config)(**copy.deepcopy(case.hf))
     rope = config.rope_parameters
     if rope["rope_type"] == "longrope" and rope["original_max_position_embeddings"] < SEQ_LEN:
         # transformers 5 takes the short factors whatever the length, as it calls for frequencies
@@ -74,8 +75,9 @@ def sampled_as_we_do(case: Case) -> Iterator[None]:
     if case.model["moe.score_func"] != "sparsemixer" or not case.training:
         yield
         return
-    exponentials, uniforms = [], []
-    for gumbel_BLKE, uniform_BLK in _draws(case):
+    exponentials, uniforms, factors = [], [], []
+    for gumbel_BLKE, uniform_BLK, noise in _draws(case):
+        factors += noise
         for pick in range(2):
             exponentials.append(torch.exp(-gumbel_BLKE[:, :, pick]).flatten(0, 1))
             uniforms.append(uniform_BLK[:, :, pick : pick + 1].flatten(0, 1))
@@ -87,17 +89,22 @@ def sampled_as_we_do(case: Case) -> Iterator[None]:
         assert of.shape == uniforms[0].shape
         return uniforms.pop(0)
 
+    def uniform_(self: torch.Tensor, *bounds: float) -> torch.Tensor:
+        return self.copy_(factors.pop(0).view_as(self)) if bounds else self
+
     with (
         mock.patch.object(torch.Tensor, "exponential_", exponential_),
         mock.patch.object(torch, "rand_like", rand_like),
-        mock.patch.object(torch.Tensor, "uniform_", lambda self: self),
+        mock.patch.object(torch.Tensor, "uniform_", uniform_),
     ):
         yield
     assert not exponentials
     assert not uniforms
+    assert not factors
 
 
-def _draws(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _draws(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]]:
+    from titan_relay.titan.jitter import factors
     from titan_relay.titan.sparsemixer import SparseMixerRouter
     from titan_relay.titan.trainer import token_keys
 
@@ -105,4 +112,5 @@ def _draws(case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     router = mock.Mock(num_experts=case.model["moe.num_experts"])
     for layer in range(case.model["num_layers"]):
         draws = SparseMixerRouter.draw(router, keys, layer)
-        yield draws.gumbel_BLKE, draws.uniform_BLK
+        noise = factors(keys.flatten(), case.model["dim"], layer, case.model["moe.input_jitter"])
+        yield draws.gumbel_BLKE, draws.uniform_BLK, noise

@@ -11,6 +11,7 @@ from tests.support.distributed import run_ranks
 from tests.titan.runs import a_run, config_file, layout, train_all, write_data
 from tests.titan.tiny import tiny_config
 from titan_relay.titan.families.parts import gate
+from titan_relay.titan.jitter import factors
 from titan_relay.titan.sparsemixer import Draws, SparseMixerRouter
 from titan_relay.titan.trainer import token_keys
 
@@ -91,11 +92,28 @@ def test_a_logit_that_is_no_number_still_gives_two_experts(value: float, sampled
     assert (ids[..., 0] != ids[..., 1]).all()
 
 
+def test_noise_is_uniform_twice_and_from_keys_only() -> None:
+    first, second = factors(_keys(2_000)[0], 64, layer=1, amount=0.01)
+    for each in (first, second):
+        assert 0.99 <= each.min() < 0.9901
+        assert 1.0099 < each.max() <= 1.01
+        # Mean of 128,000 uniforms of width 0.02, within three standard errors; and their spread.
+        assert each.mean() == pytest.approx(1.0, abs=3 * 0.02 / 12**0.5 / 128_000**0.5)
+        assert each.std() == pytest.approx(0.02 / 12**0.5, rel=0.01)
+    correlation = torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]
+    assert abs(correlation) < 3 / 128_000**0.5
+    part, _ = factors(_keys(2_000)[0, 7:9], 64, layer=1, amount=0.01)
+    assert torch.equal(part, first[7:9])
+    other, _ = factors(_keys(2_000)[0], 64, layer=2, amount=0.01)
+    assert (other == first).float().mean() < 1e-3
+
+
 PHI = {
     "model__family": "phimoe",
     "model__moe__score_func": "sparsemixer",
     "model__moe__route_norm": False,
     "model__moe__router_jitter": 0.1,
+    "model__moe__input_jitter": 0.05,
     "training__steps": 3,
 }
 REFERENCE = "one rank"

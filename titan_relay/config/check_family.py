@@ -23,6 +23,7 @@ _ONLY = {
     "model.moe.num_expert_groups": _MLA,
     "model.moe.num_limited_groups": _MLA,
     "model.moe.router_jitter": _PHI,
+    "model.moe.input_jitter": _PHI,
     "model.longrope.original_max_seq_len": _PHI,
     "model.longrope.short_factor": _PHI,
     "model.longrope.long_factor": _PHI,

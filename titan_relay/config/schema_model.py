@@ -40,6 +40,10 @@ class MoEConfig:
     router_jitter: float = option(0.0, at_least=0, below=1, titan="")
     """For sparsemixer: experts compete whose logit is within twice this share of the best."""
 
+    input_jitter: float = option(0.0, at_least=0, below=1, titan="")
+    """For phimoe: training multiplies each number that enters router and experts by two uniforms
+    from 1 - input_jitter to 1 + input_jitter. 0: off."""
+
     route_norm: bool = option(titan="TokenChoiceTopKRouter.Config.route_norm")
     """Divide a token's top_k scores by their sum."""
 

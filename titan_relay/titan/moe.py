@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import MoE as TitanMoE
 
 from titan_relay.titan.balance import AuxLossScope, BalanceLoss, LoadMeter, StepContext
+from titan_relay.titan.jitter import jitter
 from titan_relay.titan.router import Routing
 
 
@@ -30,6 +31,7 @@ class MoE(TitanMoE):
         aux_loss_coeff: float = 0.0
         z_loss_coeff: float = 0.0
         aux_loss_scope: AuxLossScope = "sequence"
+        input_jitter: float = 0.0
         has_expert_bias: bool = False
 
     expert_bias_E: torch.Tensor | None
@@ -49,6 +51,7 @@ class MoE(TitanMoE):
         )
         self.meter = LoadMeter(config.num_experts)
         self.step_context = StepContext()
+        self.input_jitter = config.input_jitter
         self.layer = 0  # the model sets it; part of what random draws depend on
 
     def forward(
@@ -62,12 +65,15 @@ class MoE(TitanMoE):
         Args:
             valid_BL: the tokens that are not padding (None: all). Padding is computed like any
                 other token but takes no part in losses and counts.
-            token_keys_BL: int64 key of each token, from which a router that samples draws; without
-                keys it does not sample.
+            token_keys_BL: int64 key of each token, from which noise is made and a router that
+                samples draws; without keys there is neither.
         """
         draws = None
         if token_keys_BL is not None:
-            draws = self.router.draw(_rows_like(token_keys_BL, x_BLD), self.layer)
+            token_keys_BL = _rows_like(token_keys_BL, x_BLD)
+            draws = self.router.draw(token_keys_BL, self.layer)
+            if self.input_jitter:
+                x_BLD = jitter(x_BLD, token_keys_BL, self.layer, self.input_jitter)
         routing = self.router(x_BLD, self.expert_bias_E, draws)
         scores_BLK = routing.scores_BLK
         if self.training and torch.is_grad_enabled():

@@ -203,6 +203,7 @@ def moe(
         aux_loss_coeff=numbers.aux_loss_coeff,
         z_loss_coeff=numbers.z_loss_coeff,
         aux_loss_scope=numbers.aux_loss_scope,
+        input_jitter=numbers.input_jitter,
         load_balance_coeff=numbers.effective_load_balance_coeff or None,
         router=router(model) if router_config is None else router_config,
         shared_experts=shared_experts,

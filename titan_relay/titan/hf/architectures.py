@@ -270,6 +270,7 @@ PHIMOE = Architecture(
         Key("moe.num_experts", ("num_local_experts",)),
         Key("moe.expert_dim", ("intermediate_size",)),
         Key("moe.router_jitter", ("router_jitter_noise",)),
+        Key("moe.input_jitter", ("input_jitter_noise",), default=0.0, choice=True),
         _AUX_LOSS,
         Key(
             "longrope.original_max_seq_len",
