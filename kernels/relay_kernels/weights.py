@@ -30,8 +30,11 @@ class ExpertWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are there, always in the same order (the order of messages)."""
-        every = (self.w1_gFD, self.w2_gDF, self.w3_gFD, self.b1_gF, self.b2_gD, self.b3_gF)
-        return [tensor for tensor in every if tensor is not None]
+        return [tensor for tensor in self.arguments() if tensor is not None]
+
+    def arguments(self) -> list[torch.Tensor | None]:
+        """All six in the same order, as ops take them."""
+        return [self.w1_gFD, self.w2_gDF, self.w3_gFD, self.b1_gF, self.b2_gD, self.b3_gF]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ExpertWeights":
         mapped = [function(tensor) for tensor in self.tensors()]

@@ -93,3 +93,11 @@ def swiglu(h1, h3, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.const
         h1 = tl.minimum(h1, LIMIT)
         h3 = tl.minimum(tl.maximum(h3, -LIMIT), LIMIT)
     return h1 * tl.sigmoid(ALPHA * h1) * (h3 + UP_OFFSET)
+
+
+@triton.jit
+def halves(value_MN):
+    """Left and right half of the columns: each thread keeps what it has."""
+    num_rows: tl.constexpr = value_MN.shape[0]
+    num_columns: tl.constexpr = value_MN.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(value_MN, (num_rows, 2, num_columns)), (0, 2, 1)))

@@ -100,17 +100,27 @@ def config_for(
 
 
 def num_programs(chunk: Chunk, width: int, config: TunedConfig, device: torch.device) -> int:
-    """Persistent programs for the tiles of a chunk's rows and ``width`` columns.
+    """Persistent programs for the tiles of a chunk's rows and ``width`` columns."""
+    return persistent_programs(most_tiles(chunk, width, config), config, device)
 
-    How many tiles there are is known on the device alone; at most one more row tile for each
-    expert than for rows of one.
+
+def most_tiles(chunk: Chunk, width: int, config: TunedConfig) -> int:
+    """How many tiles a chunk's rows and ``width`` columns have at most.
+
+    How many there are is known on the device alone; at most one more row tile for each expert than
+    for rows of one.
     """
     block_m, block_n = config.constexprs["BLOCK_M"], config.constexprs["BLOCK_N"]
     num_row_tiles = cdiv(chunk.num_rows, block_m) + min(chunk.num_experts, chunk.num_rows) - 1
+    return num_row_tiles * cdiv(width, block_n)
+
+
+def persistent_programs(num_tiles: int, config: TunedConfig, device: torch.device) -> int:
+    """Programs that share at most ``num_tiles`` tiles."""
     most = _INTERPRETED_PROGRAMS
     if not is_interpreted():
         most = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(most * config.programs_per_processor, num_row_tiles * cdiv(width, block_n))
+    return min(most * config.programs_per_processor, num_tiles)
 
 
 def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
