@@ -15,7 +15,6 @@ dimension, F expert hidden dimension, g experts held together.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -29,25 +28,12 @@ from relay_kernels.forward_step import (
     store_,
     transposed,
 )
+from relay_kernels.gradients import Gradients
 from relay_kernels.weights import ExpertWeights
 from relay_kernels.workspace import BackwardWorkspace
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Where gradients go; None means that nobody asks for that one, and its work is left out.
-
-    ``dx_TD`` is summed into and ``dscores_TK`` is written. ``weights`` is summed into if
-    ``accumulate_weights``, and otherwise overwritten (with zeros for an expert without rows).
-    """
-
-    dx_TD: torch.Tensor | None
-    dscores_TK: torch.Tensor | None
-    weights: ExpertWeights | None
-    accumulate_weights: bool = False
-
-
-def backward_experts_(
+def step_backward_experts_(
     gradients: Gradients,
     dout_TD: torch.Tensor,
     x_TD: torch.Tensor,
@@ -58,11 +44,7 @@ def backward_experts_(
     activation: SwiGLU,
     workspace: BackwardWorkspace,
 ) -> None:
-    """Gradients of ``forward_experts_`` for the rows of the segments.
-
-    Score gradients are written for these rows alone: each row belongs to one expert.
-    """
-    assert len(segments) == weights.num_experts
+    """``backward.backward_experts_`` in plain PyTorch."""
     scores_N = scores_TK.reshape(-1)
     top_k = scores_TK.shape[1]
     if gradients.weights is not None and not gradients.accumulate_weights:

@@ -12,7 +12,7 @@ Shape legend: T tokens, K top-k, D model dimension, e experts of this rank.
 
 import torch
 
-from relay_kernels import BackwardWorkspace, ExpertWeights, Gradients, backward_experts_
+from relay_kernels import ExpertWeights, Gradients, backward_experts_, backward_workspace
 from titan_relay.moe.call import RelayCall, Wants
 from titan_relay.moe.experts_ring import post_weights, weight_buffers
 from titan_relay.moe.homeward_chain import HomewardChain, Tensors
@@ -43,7 +43,7 @@ def experts_backward(
     sum_dtype = call.options.sum_dtype(call.shape.dtype) if wants.weights else None
     result = [] if gradients.weights is None else gradients.weights.tensors()
     chain = HomewardChain(call.num_ranks, result, longest, sum_dtype)
-    workspace = BackwardWorkspace(call.step_shape(call.shape.num_tokens, x_TD.device), sum_dtype)
+    workspace = backward_workspace(call.step_shape(call.shape.num_tokens, x_TD.device), sum_dtype)
     exchange, bounds = call.exchange(), plan.bounds()
     buffers = weight_buffers(call, weights, longest)
     for index, (first, last) in enumerate(slices):

@@ -19,7 +19,8 @@ longest slice; ``B`` = 0, 1, 2 and ``C`` = 0, 2, 3 buffers at W = 1, 2 and more:
                during a call of a ring of tokens with more than one slice
 
 That is the step in plain PyTorch. The fused kernels' (on CUDA; ``relay_kernels.choice``) has less:
-forward ``R F b``, and with deterministic sums ``R D b + 4 T K`` more.
+forward ``R F b``, backward ``3 R F b`` (``2 R F b`` without weight gradients) and for an op's time
+4 bytes per row and tile of 32 or more of the ``F``; deterministic sums take ``R D b + 4 T K`` more.
 
 A block is 256 KiB at most (``relay_kernels.workspace.block_rows``). In PyTorch's step in bfloat16
 and float16 what lies between products is float32, a block at a time: the forward has 2 blocks and
@@ -38,7 +39,7 @@ from dataclasses import dataclass
 
 import torch
 
-from relay_kernels import BackwardWorkspace, forward_workspace_bytes
+from relay_kernels import backward_workspace_bytes, forward_workspace_bytes
 from titan_relay.moe.experts_ring import num_weight_buffers
 from titan_relay.moe.homeward_chain import num_chain_buffers, num_own_buffers
 from titan_relay.moe.options import RelayOptions
@@ -127,7 +128,7 @@ def backward_memory(
         shape.num_tokens * (hidden_bytes + scores_bytes),
         passing_bytes,
         homeward_bytes,
-        BackwardWorkspace.num_bytes(step, sum_dtype),
+        backward_workspace_bytes(step, sum_dtype),
         routing_bytes,
     )
 

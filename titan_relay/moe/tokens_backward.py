@@ -13,7 +13,7 @@ Shape legend: T tokens of this rank, t of a block, K top-k, D model dimension, e
 
 import torch
 
-from relay_kernels import BackwardWorkspace, ExpertWeights, Gradients, backward_experts_
+from relay_kernels import ExpertWeights, Gradients, backward_experts_, backward_workspace
 from titan_relay.moe.call import RelayCall, Wants
 from titan_relay.moe.homeward_chain import HomewardChain, Tensors
 from titan_relay.moe.routing import RoutingPlan, rows_by_slice
@@ -42,7 +42,7 @@ def tokens_backward(
         dweights = weights.empty_like(weights.num_experts, sum_dtype)
     chain = HomewardChain(call.num_ranks, _given(dx_TD, dscores_TK), slices.length)
     blocks = BlockBuffers.like(call, [x_TD, scores_TK, dout_TD, rows[0]], slices.length)
-    workspace = BackwardWorkspace(call.step_shape(slices.length, x_TD.device), sum_dtype)
+    workspace = backward_workspace(call.step_shape(slices.length, x_TD.device), sum_dtype)
     exchange = call.exchange()
     for index in range(slices.num):
         first, last = slices.bounds(index, x_TD.shape[0])
