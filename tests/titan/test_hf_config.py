@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from titan_relay.titan.hf.config_json import (
 )
 from titan_relay.titan.hf.errors import HfError
 
+CONFIGS = Path(__file__).parents[2] / "train_configs"
 # Keys of a case that say how it is trained; a config.json does not know them.
 TRAINING = ("moe.aux_loss_coeff", "moe.z_loss_coeff", "moe.load_balance_coeff")
 
@@ -118,6 +120,14 @@ def test_what_no_family_computes_is_refused(
         model_of(config | change)
 
 
+def test_a_window_that_would_matter_is_refused() -> None:
+    mixtral = transformers_config(next(case for case in CASES if case.family == "mixtral"))
+    longest = mixtral.max_position_embeddings
+    model_of(mixtral.to_dict() | {"sliding_window": longest})
+    with pytest.raises(HfError, match=f"sliding_window = {longest - 1} is shorter than"):
+        model_of(mixtral.to_dict() | {"sliding_window": longest - 1})
+
+
 def test_the_first_difference_is_named_and_choices_of_training_are_none(
     qwen3: tuple[ModelConfig, dict[str, Any]],
 ) -> None:
@@ -142,3 +152,23 @@ def test_a_model_that_hugging_face_cannot_compute_is_not_written(
 def test_layers_for_further_tokens_are_counted() -> None:
     assert list(mtp_layers({"num_hidden_layers": 47, "num_nextn_predict_layers": 1})) == [47]
     assert list(mtp_layers({"num_hidden_layers": 47})) == []
+
+
+RELEASED = json.loads((Path(__file__).parent / "released_configs.json").read_text())
+RELEASED = {name: each for name, each in RELEASED.items() if (CONFIGS / f"{name}.toml").is_file()}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_files_are_the_models_of_train_configs(name: str, tmp_path: Path) -> None:
+    """As the released `config.json` has it, older keys and all, so its weights can be loaded."""
+    released = RELEASED[name]
+    model = load_config(["--config", str(CONFIGS / f"{name}.toml")]).config.model
+    assert first_difference(model, released) is None
+    assert first_difference(parsed(released, tmp_path).model, released) is None
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_train_config_can_be_exported(path: Path) -> None:
+    model = load_config(["--config", str(path)]).config.model
+    written = json.loads(json.dumps(config_of(model, "bfloat16")))
+    assert first_difference(model, written) is None

@@ -1,7 +1,7 @@
 """A checkpoint several times larger than the memory that the conversion is allowed, with a kill on
 the way: `make prove-conversion` shows the peaks.
 
-The folder has the layers of Qwen3-30B-A3B at their real size, fewer of them.
+The folders have the layers of released models at their real size, fewer of them.
 """
 
 from __future__ import annotations
@@ -25,34 +25,18 @@ from titan_relay.titan.hf.names import NameMap
 from titan_relay.titan.hf.safetensors_file import FileLayout
 
 GIB = 2**30
-LIMIT_BYTES = 2 * GIB
 ROOT = Path(__file__).parents[2]
-MODEL = """
-[model]
-family = "qwen3_moe"
-dim = 2048
-num_layers = 6
-num_heads = 32
-num_kv_heads = 4
-head_dim = 128
-vocab_size = 151936
-max_seq_len = 40960
-rope_theta = 1e6
-norm_eps = 1e-6
-tie_word_embeddings = false
-[model.moe]
-num_experts = 128
-top_k = 8
-expert_dim = 768
-score_func = "softmax"
-route_norm = true
-aux_loss_coeff = 0.001
-"""
+CONFIGS = ROOT / "train_configs"
+# Configuration, layers, and the memory allowed: what the largest tensor needs twice, and libraries.
+CASES = {
+    "qwen3_30b_a3b": (6, 2.0),
+    "qwen2_57b_a14b": (3, 3.25),
+}
 
 
-def _write_folder(folder: Path, config: Path) -> int:
+def _write_folder(folder: Path, config: list[str]) -> int:
     """Write the weights tensor by tensor; returns their bytes."""
-    model = load_config(["--config", str(config)]).config.model
+    model = load_config(config).config.model
     shapes = NameMap(model).hf_shapes
     sizes = {name: torch.Size(shape).numel() * 2 for name, shape in shapes.items()}
     file_of = shard_files(sizes, GIB)
@@ -76,23 +60,19 @@ def _number_of(name: str, index: int) -> int:
     return (sum(name.encode()) * 31 + index) % 2**15
 
 
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
-
-
-def _start(*arguments: str) -> subprocess.Popen[str]:
+def _start(limit_bytes: int, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "scripts/convert_hf.py", *arguments],
         cwd=ROOT,
-        preexec_fn=_limit_memory,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def _run(*arguments: str) -> str:
-    process = _start(*arguments)
+def _run(limit_bytes: int, *arguments: str) -> str:
+    process = _start(limit_bytes, *arguments)
     out, _ = process.communicate()
     assert process.returncode == 0, out
     return out
@@ -100,44 +80,48 @@ def _run(*arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_larger_than_memory_converts_both_ways_and_survives_a_kill(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, source = tmp_path / "model.toml", tmp_path / "hf"
-    config.write_text(MODEL)
+    num_layers, limit_gib = CASES[name]
+    limit_bytes = int(limit_gib * GIB)
+    config = ["--config", str(CONFIGS / f"{name}.toml"), "--model.num_layers", str(num_layers)]
+    source, checkpoint, out = (tmp_path / each for each in ("hf", "checkpoint", "out"))
     if shutil.disk_usage(tmp_path).free < 40 * 10**9:
         pytest.skip("needs 40 GB of disk")
-    num_bytes = _write_folder(source, config)
-    assert num_bytes > 4 * LIMIT_BYTES
-    from_hf = ["from-hf", "--hf-dir", str(source), "--config", str(config)]
-    from_hf += ["--out", str(tmp_path / "checkpoint")]
+    try:
+        num_bytes = _write_folder(source, config)
+        assert num_bytes > 3 * limit_bytes
+        from_hf = ["from-hf", "--hf-dir", str(source), *config, "--out", str(checkpoint)]
+        to_hf = ["to-hf", "--checkpoint", str(checkpoint), *config, "--out", str(out)]
+        killed = _kill_after_the_first_part(_start(limit_bytes, *from_hf))
+        first = _run(limit_bytes, *from_hf)
+        assert "going on behind what an earlier call finished" in first
+        second = _run(limit_bytes, *to_hf)
+        with capsys.disabled():
+            print(
+                f"\n{name}, {num_layers} layers: {num_bytes / GIB:.2f} GiB of weights, at most "
+                f"{limit_gib} GiB of memory; killed after: {killed}"
+            )
+            for text in (first, second):
+                print("\n".join(text.strip().splitlines()[-2:]))
+        files = sorted(each.name for each in source.iterdir())
+        assert files == sorted(each.name for each in out.iterdir())
+        for file in files:
+            assert filecmp.cmp(source / file, out / file, shallow=False), file
+    finally:  # pytest keeps the folders of its last runs
+        for folder in (source, checkpoint, out):
+            shutil.rmtree(folder, ignore_errors=True)
 
-    killed = _start(*from_hf)
-    assert killed.stdout is not None
-    last = ""
-    for line in killed.stdout:
-        last = line
+
+def _kill_after_the_first_part(process: subprocess.Popen[str]) -> str:
+    """Returns the line of progress that it had come to."""
+    assert process.stdout is not None
+    for line in process.stdout:
         if " of " in line and "tensors" in line:
             time.sleep(0.5)
-            killed.send_signal(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
             break
-    assert killed.wait() == -signal.SIGKILL
-    first = _run(*from_hf)
-    assert "going on behind what an earlier call finished" in first
-    second = _run(
-        *["to-hf", "--checkpoint", str(tmp_path / "checkpoint"), "--config", str(config)],
-        *["--out", str(tmp_path / "out")],
-    )
-    with capsys.disabled():
-        print(
-            f"\n{num_bytes / GIB:.2f} GiB of weights, at most {LIMIT_BYTES / GIB:.2f} GiB of memory"
-        )
-        print(f"killed after: {last.strip()}")
-        print(first.strip())
-        print(second.strip())
-    names = sorted(each.name for each in source.iterdir())
-    assert names == sorted(each.name for each in (tmp_path / "out").iterdir())
-    for name in names:
-        assert filecmp.cmp(source / name, tmp_path / "out" / name, shallow=False), name
-    for each in ("hf", "checkpoint", "out"):
-        shutil.rmtree(tmp_path / each)  # pytest keeps the folders of its last runs
+    assert process.wait() == -signal.SIGKILL
+    return line.strip()

@@ -138,7 +138,7 @@ MIXTRAL = Architecture(
         _AUX_LOSS,
     ),
     fixed={"moe.score_func": "softmax", "moe.route_norm": True, "moe.route_scale": 1.0},
-    only={**_ONLY, "sliding_window": (None,)},
+    only=_ONLY,
 )
 
 

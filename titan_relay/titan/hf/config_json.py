@@ -73,10 +73,23 @@ def model_of(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"config.json: {name} = {flat[name]!r}: family {architecture.family} computes only "
                 f"{' or '.join(repr(each) for each in allowed)}"
             )
+    _refuse_window(flat, architecture)
     values = {"family": architecture.family, **architecture.fixed}
     for key in architecture.keys:
         values[key.toml] = _read(key, flat)
     return values
+
+
+def _refuse_window(config: Mapping[str, Any], architecture: Architecture) -> None:
+    """Attention here sees the whole sequence; a window as long as the longest one is none."""
+    if "use_sliding_window" in architecture.only:
+        return  # the class reads the window only if that is true, which is refused
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+    if window is not None and window < longest:
+        raise HfError(
+            f"config.json: sliding_window = {window} is shorter than max_position_embeddings = "
+            f"{longest}: family {architecture.family} has no such window"
+        )
 
 
 def _read(key: Key, config: Mapping[str, Any]) -> Any:
