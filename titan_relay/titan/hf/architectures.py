@@ -245,8 +245,7 @@ def _floats(value: Any, config: Config) -> tuple[float, ...]:
 
 def _phi_rope(model: ModelConfig) -> dict[str, Any]:
     """LongRoPE, where the model has it."""
-    of: Any = model
-    numbers = of.longrope
+    numbers = model.longrope
     if not numbers.original_max_seq_len:
         return plain_rope(model)
     return {
