@@ -58,7 +58,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
 def test_learns(name: str, steps: dict[str, Steps]) -> None:
     losses = steps[name].losses
     assert len(losses) == STEPS
-    # Byte patterns are learnt at once: seen to fall by more than 1.5 in 8 steps.
+    # Byte patterns are learnt at once: seen to fall by 1.7 to 2 in 8 steps.
     assert losses[-1] < losses[0] - 0.5
 
 
