@@ -14,6 +14,7 @@ from relay_kernels.forward import (
 )
 from relay_kernels.forward_step import Segment
 from relay_kernels.gradients import Gradients
+from relay_kernels.ops_routing import route_rows
 from relay_kernels.weights import ExpertWeights
 from relay_kernels.workspace import BackwardWorkspace, ForwardWorkspace, StepShape
 from relay_kernels.workspace_fused import FusedBackwardWorkspace, FusedForwardWorkspace
@@ -36,5 +37,6 @@ __all__ = [
     "forward_experts_",
     "forward_workspace",
     "forward_workspace_bytes",
+    "route_rows",
     "uses_triton",
 ]

@@ -72,7 +72,7 @@ def relay_moe(
     group_name = "" if group is None or num_ranks == 1 else group.group_name
     slices = token_slices(options.max_tokens_per_rank or x_TD.shape[0], num_ranks, options)
     rows_N, counts = torch.ops.titan_relay.route(
-        expert_ids_TK, w1_eFD.shape[0] * num_ranks, slices.num, slices.length
+        expert_ids_TK, w1_eFD.shape[0] * num_ranks, slices.num, slices.length, options.kernels
     )
     out_TD = torch.ops.titan_relay.moe(
         x_TD,

@@ -32,10 +32,14 @@ _SECOND_ORDER = (
 
 @torch.library.custom_op("titan_relay::route", mutates_args=())
 def route(
-    expert_ids_TK: torch.Tensor, num_experts: int, num_slices: int, slice_length: int
+    expert_ids_TK: torch.Tensor,
+    num_experts: int,
+    num_slices: int,
+    slice_length: int,
+    kernels: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``rows_N`` (int32, ids' device) and counts (int64, host); see ``routing.sort_rows``."""
-    return sort_rows(expert_ids_TK, num_experts, TokenSlices(num_slices, slice_length))
+    return sort_rows(expert_ids_TK, num_experts, TokenSlices(num_slices, slice_length), kernels)
 
 
 route.register_fake(shadow_route)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from relay_kernels import route_rows
+
 # After the S * E counts come the first row with an id out of range, or -1, and that id.
 NUM_FAULT_FIELDS = 2
 NO_FAULT = -1
@@ -35,7 +37,7 @@ class TokenSlices:
 
 
 def sort_rows(
-    expert_ids_TK: torch.Tensor, num_experts: int, slices: TokenSlices
+    expert_ids_TK: torch.Tensor, num_experts: int, slices: TokenSlices, kernels: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort rows by expert.
 
@@ -45,18 +47,10 @@ def sort_rows(
             device-to-host copy of a layer; nothing raises here, because a rank that raised alone
             would leave the others waiting.
     """
-    ids_N = expert_ids_TK.reshape(-1).to(torch.int32)
-    keys_N, rows_N = torch.sort(ids_N, stable=True)
-    rows_N = rows_N.to(torch.int32)
-    if slices.num > 1:
-        # Within an expert rows are in order of token, hence of slice: the combined key is sorted.
-        slice_N = torch.div(rows_N, expert_ids_TK.shape[1] * slices.length, rounding_mode="floor")
-        keys_N = keys_N.mul_(slices.num).add_(slice_N)
-    num_keys = num_experts * slices.num
-    edges = torch.arange(num_keys + 1, dtype=torch.int32, device=ids_N.device)
-    bounds = torch.searchsorted(keys_N, edges).cpu()
-    counts_SE = bounds.diff().view(num_experts, slices.num).t()
-    fault = _first_fault(ids_N, num_experts, bounds)
+    rows_N, bounds = route_rows(expert_ids_TK, num_experts, slices.num, slices.length, kernels)
+    bounds = bounds.cpu()
+    counts_SE = bounds.diff().view(num_experts, slices.num).t().to(torch.int64)
+    fault = _first_fault(expert_ids_TK.reshape(-1), num_experts, bounds)
     return rows_N, torch.cat([counts_SE.reshape(-1), torch.tensor(fault, dtype=torch.int64)])
 
 

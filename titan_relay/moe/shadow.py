@@ -41,7 +41,11 @@ def shadow_device(device: torch.device) -> Iterator[None]:
 
 
 def shadow_route(
-    expert_ids_TK: torch.Tensor, num_experts: int, num_slices: int, slice_length: int
+    expert_ids_TK: torch.Tensor,
+    num_experts: int,
+    num_slices: int,
+    slice_length: int,
+    kernels: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``rows_N`` and counts."""
     num_rows = expert_ids_TK.numel()

@@ -67,11 +67,11 @@ class KernelVariant:
 def variants(arch: str, dtype: torch.dtype) -> Iterator[KernelVariant]:
     """Every kernel for every example layer, without repeating equal ones."""
     # Each module that launches kernels lists its own; imported here because they import this one.
-    from relay_kernels.triton import launch_backward, launch_forward
+    from relay_kernels.triton import launch_backward, launch_forward, launch_routing
 
     seen = set()
     for layer in EXAMPLE_LAYERS:
-        for module in (launch_forward, launch_backward):
+        for module in (launch_forward, launch_backward, launch_routing):
             for variant in module.variants(layer, arch, dtype):
                 if variant.key not in seen:
                     seen.add(variant.key)
