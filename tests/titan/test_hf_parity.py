@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -59,6 +60,31 @@ def _jobs(layouts: list[Layout]) -> list[Job]:
 JOBS = _jobs(ONE_RANK) + _jobs(TWO_RANKS)
 
 
+def _mistakes() -> dict[str, Job]:
+    """Models with one number that is wrong, by what is wrong."""
+    wrong = {
+        "norm_eps": lambda eps: 10 * eps,
+        "mla.latent_norm_eps": lambda eps: 10 * eps,
+        "rope_theta": lambda theta: 1.1 * theta,
+        "moe.route_norm": lambda route_norm: not route_norm,
+        "moe.route_scale": lambda scale: 1.001 * scale,
+        "moe.router_jitter": lambda jitter: 1.5 * jitter,
+        "longrope.short_mscale": lambda mscale: 1.001 * mscale,
+    }
+    jobs = {}
+    for index, case in enumerate(CASES):
+        for key, change in wrong.items():
+            if key not in case.model or (case.family, key) == ("phimoe", "moe.route_norm"):
+                continue
+            model = case.model | {key: change(case.model[key])}
+            job = Job(index, replace(case, name=f"{key} is wrong", model=model), ONE_RANK[0])
+            jobs.setdefault(str(job), job)  # the first model of each family
+    return jobs
+
+
+MISTAKES = _mistakes()
+
+
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Differences]:
     """Differences by job: the largest of all ranks."""
@@ -68,7 +94,8 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Differenc
     config_file(folder)
     for index, case in enumerate(CASES):
         write_reference(folder / str(index), case, seed=index)
-    found = run_ranks(compare_all, 1, str(folder), _jobs(ONE_RANK))[0]
+    one_rank = [*_jobs(ONE_RANK), *MISTAKES.values()]
+    found = run_ranks(compare_all, 1, str(folder), one_rank)[0]
     by_rank = run_ranks(compare_all, 2, str(folder), _jobs(TWO_RANKS))
     return found | {
         key: max((each[key] for each in by_rank), key=Differences.largest) for key in by_rank[0]
@@ -81,6 +108,12 @@ def test_hf_parity(job: Job, differences: dict[str, Differences]) -> None:
     assert found.logits < TOLERANCE
     assert found.loss < TOLERANCE
     assert {name: diff for name, diff in found.grads.items() if not diff < TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_hf_parity_notices(mistake: str, differences: dict[str, Differences]) -> None:
+    """One number that is a little wrong stands out from rounding."""
+    assert differences[mistake].largest()[0] > 2 * TOLERANCE
 
 
 def test_hf_parity_table(
