@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from titan_relay.config import ConfigError, RunConfig, load_config
-from titan_relay.config.check_family import check_family
-from titan_relay.config.check_run import check_model
+from titan_relay.config import ConfigError, RunConfig, load_config, validate_model
 
 
 def main(arguments: list[str]) -> int:
@@ -22,8 +20,7 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         loaded = load_config(arguments)
-        check_model(loaded.config, loaded.sources)
-        check_family(loaded.config, loaded.sources)
+        validate_model(loaded.config, loaded.sources)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -148,3 +148,17 @@ def test_the_first_file_of_the_quick_start_is_a_whole_run(tmp_path: Path) -> Non
     file.write_text(whole, encoding="utf-8")
     loaded = load_config(["--config", str(file)])
     validate(loaded.config, 1, loaded.sources, files=False)
+
+
+def test_adding_a_model_shows_the_smallest_family_as_it_is() -> None:
+    """Of those that map names themselves; Qwen3's adapter is torchtitan's."""
+    families = ROOT / "titan_relay" / "titan" / "families"
+    names = [
+        path.stem
+        for path in families.glob("*.py")
+        if "\nclass Adapter(adapter." in path.read_text()
+    ]
+    smallest = min(names, key=lambda name: len((families / f"{name}.py").read_text().splitlines()))
+    family, registration = fragments(ROOT / "docs" / "add_a_model.md", "python")
+    assert family == (families / f"{smallest}.py").read_text("utf-8")
+    assert registration in (families / "__init__.py").read_text("utf-8")
