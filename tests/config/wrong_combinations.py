@@ -43,6 +43,39 @@ COMBINATIONS = [
         toml='[relay]\ndispatcher = "alltoall"\ndeterministic = true',
     ),
     Wrong(
+        "retention beside the all-to-all",
+        'case.toml: attention_retention.mode = "full": needs relay.dispatcher = "relay"; with '
+        '"alltoall" [activation_checkpoint] decides what is computed again; leave it out',
+        toml='[relay]\ndispatcher = "alltoall"\n[attention_retention]\nmode = "full"',
+    ),
+    Wrong(
+        "levels for another number of layers",
+        'case.toml: attention_retention.layers = ["full", "output"]: has 2 levels; give one for '
+        "each of model.num_layers = 4",
+        toml='[attention_retention]\nlayers = ["full", "output"]',
+    ),
+    Wrong(
+        "levels given twice",
+        'case.toml: attention_retention.mode = "output": attention_retention.layers is given too; '
+        "give one of them",
+        toml=(
+            '[attention_retention]\nmode = "output"\n'
+            'layers = ["full", "output", "output", "output"]'
+        ),
+    ),
+    Wrong(
+        "automatic retention without a budget",
+        'case.toml: attention_retention.budget_gib = "none" (default): mode = "auto" spends it; '
+        "give a number of GiB per rank",
+        toml='[attention_retention]\nmode = "auto"',
+    ),
+    Wrong(
+        "budget that nobody spends",
+        "case.toml: attention_retention.budget_gib = 2.0: needs attention_retention.mode = "
+        '"auto"; leave it out',
+        toml="[attention_retention]\nbudget_gib = 2.0",
+    ),
+    Wrong(
         "warning only without determinism",
         "case.toml: debug.deterministic_warn_only = true: needs debug.deterministic = true",
         toml="[debug]\ndeterministic_warn_only = true",

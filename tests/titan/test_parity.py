@@ -11,23 +11,45 @@ ALLTOALL = {"relay__dispatcher": "alltoall"}
 ONE_RANK = [
     a_run(REFERENCE, **layout()),
     a_run("gradient accumulation", **layout() | {"training__local_batch_size": 2}),
-    a_run("compiled", **layout(), compile__enable=True),
+    a_run("compiled", **layout(), compile__enable=True, attention_retention__mode="full"),
     a_run("all-to-all on one rank", **layout(), relay__dispatcher="alltoall"),
 ]
 FOUR_RANKS = [
     a_run("all-to-all, dp 2 cp 2 ep 4", **layout(dp=2, cp=2, ep=4), relay__dispatcher="alltoall"),
     a_run("experts, dp 2 cp 2 ep 4", **layout(dp=2, cp=2, ep=4), relay__circulate="experts"),
     a_run("relay, dp 4 ep 2 (efsdp 2)", **layout(dp=4, ep=2)),
-    a_run("accumulation", **layout(dp=4, ep=4) | {"training__local_batch_size": 1}),
-    a_run("relay, cp 4 ep 4", **layout(cp=4, ep=4)),
-    a_run("tokens, dp 2 cp 2 ep 4", **layout(dp=2, cp=2, ep=4), relay__circulate="tokens"),
+    a_run(
+        "accumulation",
+        **layout(dp=4, ep=4) | {"training__local_batch_size": 1},
+        attention_retention__mode="output",
+    ),
+    a_run("relay, cp 4 ep 4", **layout(cp=4, ep=4), attention_retention__mode="full"),
+    a_run(
+        "tokens, dp 2 cp 2 ep 4",
+        **layout(dp=2, cp=2, ep=4),
+        relay__circulate="tokens",
+        attention_retention__mode="output",
+    ),
     a_run("tokens, HSDP, rep 2 dp 2 ep 2", **layout(rep=2, dp=2, ep=2), relay__circulate="tokens"),
     a_run("room for more tokens", **layout(dp=4, ep=4), relay__max_tokens_per_rank=200),
     a_run("no ep, dp 4", **layout(dp=4)),
     a_run("HSDP, rep 2 dp 2 ep 2", **layout(rep=2, dp=2, ep=2), relay__circulate="experts"),
-    a_run("tensor parallel, dp 2 tp 2 ep 2", **layout(dp=2, tp=2, ep=2)),
-    a_run("tensor parallel, dp 2 tp 2 ep 4", **layout(dp=2, tp=2, ep=4)),
-    a_run("pipeline, dp 2 pp 2 ep 2", **layout(dp=2, pp=2, ep=2), relay__circulate="experts"),
+    a_run(
+        "tensor parallel, dp 2 tp 2 ep 2",
+        **layout(dp=2, tp=2, ep=2),
+        attention_retention__mode="full",
+    ),
+    a_run(
+        "tensor parallel, dp 2 tp 2 ep 4",
+        **layout(dp=2, tp=2, ep=4),
+        attention_retention__mode="output",
+    ),
+    a_run(
+        "pipeline, dp 2 pp 2 ep 2",
+        **layout(dp=2, pp=2, ep=2),
+        relay__circulate="experts",
+        attention_retention__mode="full",
+    ),
     a_run(
         "full recompute", **layout(dp=2, cp=2, ep=4), **ALLTOALL, activation_checkpoint__mode="full"
     ),

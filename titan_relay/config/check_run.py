@@ -44,6 +44,7 @@ def check_schedule(config: RunConfig, sources: Sources) -> None:
 def check_recompute(config: RunConfig, sources: Sources) -> None:
     """Raise `ConfigError` for the other dispatcher's section, or a budget nobody spends."""
     _check_who_decides(config, sources)
+    _check_retention(config, sources)
     if config.activation_checkpoint.mode != "memory_budget":
         return
     if not config.compile.enable or "model" not in config.compile.components:
@@ -77,6 +78,36 @@ def _check_who_decides(config: RunConfig, sources: Sources) -> None:
                 'needs relay.dispatcher = "relay"; with "alltoall" [activation_checkpoint] '
                 "decides what is computed again; leave it out",
             )
+
+
+def _check_retention(config: RunConfig, sources: Sources) -> None:
+    """Levels are chosen in one way, and a budget has somebody who spends it."""
+    retention, num_layers = config.attention_retention, config.model.num_layers
+    if retention.layers is not None and len(retention.layers) != num_layers:
+        raise sources.error(
+            "attention_retention.layers",
+            retention.layers,
+            f"has {len(retention.layers)} levels; give one for each of model.num_layers = "
+            f"{num_layers}",
+        )
+    if retention.layers is not None and retention.mode != "recompute":
+        raise sources.error(
+            "attention_retention.mode",
+            retention.mode,
+            "attention_retention.layers is given too; give one of them",
+        )
+    if retention.mode == "auto" and retention.budget_gib is None:
+        raise sources.error(
+            "attention_retention.budget_gib",
+            None,
+            'mode = "auto" spends it; give a number of GiB per rank',
+        )
+    if retention.mode != "auto" and retention.budget_gib is not None:
+        raise sources.error(
+            "attention_retention.budget_gib",
+            retention.budget_gib,
+            'needs attention_retention.mode = "auto"; leave it out',
+        )
 
 
 def check_debug(config: RunConfig, sources: Sources) -> None:

@@ -5,6 +5,8 @@ from typing import Literal
 
 from titan_relay.config.option import option
 
+RetentionLevel = Literal["recompute", "output", "full"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRetentionConfig:
@@ -14,6 +16,14 @@ class AttentionRetentionConfig:
     relay.dispatcher = "alltoall" see [activation_checkpoint] instead.
     """
 
-    mode: Literal["recompute"] = option("recompute", titan="")
-    """recompute: keep each block's input and which experts were chosen, nothing else; the block is
-    computed again in backward, the ring and the experts are not."""
+    mode: Literal["auto", "recompute", "output", "full"] = option("recompute", titan="")
+    """recompute: keep each block's input and which experts were chosen, nothing else. output: also
+    attention's output and log-sum-exp, so that its kernel is not run again. full: also the
+    projections into queries, keys and values. auto: what saves most time within budget_gib."""
+
+    layers: tuple[RetentionLevel, ...] | None = option(None, not_empty=True, titan="")
+    """A level for every layer of the model, first to last, such as the list that a run with mode =
+    "auto" logs. none: mode decides."""
+
+    budget_gib: float | None = option(None, at_least=0, titan="")
+    """For mode = "auto": GiB per rank that may be spent on what levels output and full keep."""

@@ -6,6 +6,7 @@ Needs torch and ``relay_kernels`` only, so that any framework can use it.
 from relay_kernels import KernelChoiceError, SwiGLU, uses_triton
 from titan_relay.moe.checkpointing import relay_checkpoint
 from titan_relay.moe.errors import NonFiniteError, RelayUsageError, RingError, RingMisuseError
+from titan_relay.moe.feed_forward import feed_forward
 from titan_relay.moe.function import ExpertBiases, relay_moe, relay_ops
 from titan_relay.moe.memory import (
     WorkingMemory,
@@ -37,6 +38,7 @@ __all__ = [
     "WorkingMemory",
     "backward_memory",
     "backward_traffic",
+    "feed_forward",
     "forward_memory",
     "forward_traffic",
     "relay_checkpoint",

@@ -12,8 +12,8 @@ this block does the real thing. The graph cannot show a use that has no gradient
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,8 +74,8 @@ def relay_checkpoint(
     def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
         forward_context, recompute_context = context_fn()
         return (
-            _running(block, recomputing=False, inner=forward_context),
-            _running(block, recomputing=True, inner=recompute_context),
+            _Running(block, forward_context, recomputing=False),
+            _Running(block, recompute_context, recomputing=True),
         )
 
     outputs = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -98,17 +98,23 @@ def value_is_needed() -> bool:
     return block is None or not block.recomputing or block.value_needed
 
 
-@contextlib.contextmanager
-def _running(
-    block: _Block, *, recomputing: bool, inner: contextlib.AbstractContextManager
-) -> Iterator[None]:
-    block.recomputing = recomputing
-    token = _block.set(block)
-    try:
-        with inner:
-            yield
-    finally:
-        _block.reset(token)
+class _Running(contextlib.AbstractContextManager):
+    """The forward or the recompute of a block; the latter once for every backward."""
+
+    def __init__(
+        self, block: _Block, inner: contextlib.AbstractContextManager, *, recomputing: bool
+    ) -> None:
+        self._block, self._inner, self._recomputing = block, inner, recomputing
+        self._tokens: list[Token[_Block | None]] = []
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._block.recomputing = self._recomputing
+        self._tokens.append(_block.set(self._block))
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        _block.reset(self._tokens.pop())
+        return self._inner.__exit__(*exc_info)
 
 
 def _value_needed(outputs: Any, relays: list[Node]) -> bool:

@@ -11,10 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     MemoryBudgetAC,
@@ -22,6 +20,7 @@ from torchtitan.distributed.activation_checkpoint import (
 )
 
 from titan_relay.config.schema import ActivationCheckpointConfig
+from titan_relay.memory.retained import retention_contexts
 from titan_relay.moe import relay_checkpoint, relay_ops
 
 
@@ -36,18 +35,12 @@ class RelayFullAC(ActivationCheckpointing):
         return checkpoint_wrapper(
             module,
             checkpoint_fn=relay_checkpoint,
-            context_fn=lambda: create_selective_checkpoint_contexts(_save_routing),
+            context_fn=retention_contexts(frozenset()),
             preserve_rng_state=self.config.preserve_rng_state,
             determinism_check=self.config.determinism_check,
             early_stop=False,
             debug=self.config.debug,
         )
-
-
-def _save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op is torch.ops.aten.topk.default:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class RelaySelectiveAC(SelectiveAC):

@@ -1,4 +1,4 @@
-"""Attention on CPU: scaled-dot-product attention under a document mask.
+"""Attention on CPU: an op of ours, causal within documents.
 
 FlexAttention has no backward on CPU. `CpuAttention` stays a FlexAttention, so torchtitan's context
 parallelism recognises it and gathers keys and values for it; only the kernel differs.
@@ -14,17 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.common.attention import FlexAttention
 
-
-@dataclass(frozen=True)
-class DocumentMask:
-    """Which key each query may see: the same document, and not later than itself."""
-
-    allowed_B1LS: torch.Tensor
+from titan_relay.ops import DocumentMask, document_attention
 
 
 class CpuAttention(FlexAttention):
@@ -42,7 +36,6 @@ class CpuAttention(FlexAttention):
         *,
         attention_masks: DocumentMask,
         scale: float | None = None,
-        enable_gqa: bool = False,
         **unused: Any,
     ) -> torch.Tensor:
         """Attend; returns `(B, L, N, H)`.
@@ -50,20 +43,19 @@ class CpuAttention(FlexAttention):
         The arguments' names are part of torchtitan's sharding tables. Under context parallelism
         keys and values cover the whole row, `(B, S, N, H)`.
         """
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BLNH.transpose(1, 2),
-            k_BLNH.transpose(1, 2),
-            v_BLNH.transpose(1, 2),
-            attn_mask=attention_masks.allowed_B1LS,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return out_BNLH.transpose(1, 2)
+        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        return document_attention(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
 
 
-def document_ids(positions_BS: torch.Tensor) -> torch.Tensor:
-    """Number the documents of each row. A position of 0 starts one; so does every pad (-1)."""
-    return (positions_BS <= 0).long().cumsum(dim=1)
+def document_starts(positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For every token the place where its document starts in its row, and its own place; int32.
+
+    A position of 0 starts a document; so does every pad (-1).
+    """
+    index_BS = torch.arange(positions_BS.shape[1], dtype=torch.int32, device=positions_BS.device)
+    index_BS = index_BS.expand_as(positions_BS).contiguous()
+    starts_BS = torch.where(positions_BS <= 0, index_BS, 0)
+    return starts_BS.cummax(dim=1).values.int(), index_BS
 
 
 def prepare_cpu_batch(
@@ -85,23 +77,16 @@ def prepare_cpu_batch(
         inputs, labels and positions of this rank `(B, L)`, and the mask whose keys stand in the
         order in which context parallelism gathers them: rank after rank.
     """
-    docs_BS = document_ids(positions_BS)
+    start_BS, index_BS = document_starts(positions_BS)
     if cp_mesh is None:
-        causal_SS = torch.ones(docs_BS.shape[1], docs_BS.shape[1], dtype=torch.bool).tril()
-        allowed_BSS = (docs_BS[:, :, None] == docs_BS[:, None, :]) & causal_SS
-        return inputs_BS, labels_BS, positions_BS, DocumentMask(allowed_BSS[:, None])
+        mask = DocumentMask(index_BS, start_BS, index_BS)
+        return inputs_BS, labels_BS, positions_BS, mask
 
-    index_BS = torch.arange(docs_BS.shape[1]).expand_as(docs_BS).contiguous()
-    (inputs, labels, positions, index_BL), _ = cp_shard(
-        cp_mesh, (inputs_BS, labels_BS, positions_BS, index_BS), None, load_balancer
+    (inputs, labels, positions, start_BL, index_BL), _ = cp_shard(
+        cp_mesh, (inputs_BS, labels_BS, positions_BS, start_BS, index_BS), None, load_balancer
     )
     index_BL = index_BL.contiguous()
     gathered = [torch.empty_like(index_BL) for _ in range(cp_mesh.size())]
     dist.all_gather(gathered, index_BL, group=cp_mesh.get_group())
-    key_index_BS = torch.cat(gathered, dim=1)
-    docs_of_queries_BL = docs_BS.gather(1, index_BL)
-    docs_of_keys_BS = docs_BS.gather(1, key_index_BS)
-    allowed_BLS = (docs_of_queries_BL[:, :, None] == docs_of_keys_BS[:, None, :]) & (
-        index_BL[:, :, None] >= key_index_BS[:, None, :]
-    )
-    return inputs, labels, positions, DocumentMask(allowed_BLS[:, None])
+    mask = DocumentMask(index_BL, start_BL.contiguous(), torch.cat(gathered, dim=1))
+    return inputs, labels, positions, mask

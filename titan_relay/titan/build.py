@@ -22,7 +22,7 @@ from torchtitan.tools.profiler import Profiler
 from titan_relay.config import degrees_of
 from titan_relay.config.schema import DataConfig, RunConfig
 from titan_relay.titan import cpu
-from titan_relay.titan.activation_checkpoint import RelayFullAC, build_activation_checkpoint
+from titan_relay.titan.activation_checkpoint import build_activation_checkpoint
 from titan_relay.titan.checkpoint import RelayCheckpointManager
 from titan_relay.titan.dataloader import RelayDataLoader
 from titan_relay.titan.families import FAMILIES, build_model_config
@@ -30,6 +30,7 @@ from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.parallelize import parallelize
 from titan_relay.titan.pipeline import pipeline
 from titan_relay.titan.relay_plan import relay_options
+from titan_relay.titan.retention import BlockRetention
 from titan_relay.titan.tokenizer import RelayTokenizer
 from titan_relay.titan.trainer import RelayTrainer
 from titan_relay.titan.validate import RelayValidator
@@ -109,7 +110,7 @@ def _model_spec(run: RunConfig) -> ModelSpec:
 
 def _recompute(run: RunConfig) -> Any:
     if run.relay.dispatcher == "relay":
-        return RelayFullAC.Config(preserve_rng_state=False)  # no block draws random numbers
+        return BlockRetention.Config()
     return build_activation_checkpoint(run.activation_checkpoint)
 
 

@@ -15,10 +15,16 @@ from titan_relay.titan.balance import StepContext
 from titan_relay.titan.balance_hook import moe_layers
 from titan_relay.titan.compile import compile_blocks
 from titan_relay.titan.experts import RelayRoutedExperts
+from titan_relay.titan.retention import BlockRetention, make_retainable
 
 
 def parallelize(
-    model: Any, *, parallel_dims: ParallelDims, compile_config: CompileConfig, **kwargs: Any
+    model: Any,
+    *,
+    parallel_dims: ParallelDims,
+    compile_config: CompileConfig,
+    ac_config: Any,
+    **kwargs: Any,
 ) -> nn.Module:
     """torchtitan's `parallelize_fn` for every family of this project.
 
@@ -26,8 +32,10 @@ def parallelize(
     `attention.inner_attention`, `moe_enabled`), so it serves other families too.
     """
     rest = compile_blocks(model, compile_config)
+    if isinstance(ac_config, BlockRetention.Config):
+        make_retainable(model, ac_config.levels)
     parallel: nn.Module = parallelize_qwen3(
-        model, parallel_dims=parallel_dims, compile_config=rest, **kwargs
+        model, parallel_dims=parallel_dims, compile_config=rest, ac_config=ac_config, **kwargs
     )
     cpu.sum_gradients_without_premul(parallel)
     context = _step_context(parallel_dims)

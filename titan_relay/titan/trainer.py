@@ -19,6 +19,8 @@ from titan_relay.titan.counter_random import key_of, random_bits
 from titan_relay.titan.curves import StepCurves
 from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.relay_plan import relay_plan
+from titan_relay.titan.retention import BlockRetention
+from titan_relay.titan.retention_plan import choose_levels, log_plan, plan_curves
 
 if TYPE_CHECKING:  # planning runs this trainer
     from titan_relay.titan.plan.watch import PlanWatch
@@ -51,6 +53,11 @@ class RelayTrainer(Trainer):
         plan = relay_plan(config.run, self.parallel_dims.world_size)
         if plan is not None:
             self.metrics_processor.add_source(plan.curves)
+        if isinstance(config.activation_checkpoint, BlockRetention.Config):
+            levels = config.activation_checkpoint.levels
+            retention = choose_levels(config.run, self.parallel_dims.world_size, levels)
+            log_plan(retention)
+            self.metrics_processor.add_source(lambda: plan_curves(retention))
         self.metrics_processor.add_source(curves.balance)
         self.metrics_processor.add_source(curves.relay, over="mean")
         self.metrics_processor.add_source(curves.relay_wait, over="max")

@@ -19,6 +19,7 @@ from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 
+from titan_relay.memory.retained import rebuilt
 from titan_relay.titan.families.sharding import shard_extras
 from titan_relay.titan.families.tables import share_rotary_tables
 from titan_relay.titan.init import init_by_name
@@ -72,7 +73,8 @@ class RelayBlock(TransformerBlock):
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
         """The block's attention half, residual included; what `compile` compiles."""
-        out: torch.Tensor = x + self.attention(self.attention_norm(x), attention_masks, positions)
+        normed = rebuilt(self.attention_norm, x)
+        out: torch.Tensor = x + self.attention(normed, attention_masks, positions)
         return out
 
 

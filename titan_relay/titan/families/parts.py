@@ -10,21 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchtitan.models.common import Embedding, Linear
-from torchtitan.models.common.attention import GQAttention, QKVLinear
+from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.config_utils import (
     get_attention_config,
     make_routed_experts_config,
 )
-from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
-from torchtitan.models.common.nn_modules import LayerNorm, RMSNorm
+from torchtitan.models.common.nn_modules import LayerNorm
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.common.rope import CosSinRoPE, RoPE
+from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.module import Module
 
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.attention import CpuAttention
 from titan_relay.titan.families.decoder import RelayBlock, RelayDecoder
 from titan_relay.titan.init import Constant, Normal
+from titan_relay.titan.lean import (
+    CosSinRoPE,
+    FeedForward,
+    GQAttention,
+    RMSNorm,
+    SigmoidGatedFeedForward,
+)
 from titan_relay.titan.moe import MoE
 from titan_relay.titan.router import Float32Linear, Router
 
