@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common import attention, nn_modules, rope
 from torchtitan.models.common import feed_forward as titan_feed_forward
 
-from titan_relay import ops
 from titan_relay.memory.retained import rebuilt
 from titan_relay.moe import feed_forward
+from titan_relay.ops import rms_norm
+from titan_relay.ops import rope as rotated
 
 
 class RMSNorm(nn_modules.RMSNorm):
@@ -31,7 +32,7 @@ class RMSNorm(nn_modules.RMSNorm):
         if isinstance(x, DTensor) or self.weight is None or isinstance(self.weight, DTensor):
             return super().forward(x)
         assert self.eps is not None
-        return ops.rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class CosSinRoPE(rope.CosSinRoPE):
@@ -50,7 +51,7 @@ class CosSinRoPE(rope.CosSinRoPE):
         if positions is None:
             positions = torch.arange(query.shape[1], device=query.device)[None]
         table = self.cache
-        return ops.rope(query, table, positions), ops.rope(key, table, positions)
+        return rotated(query, table, positions), rotated(key, table, positions)
 
 
 class GQAttention(attention.GQAttention):
@@ -91,8 +92,8 @@ class GQAttention(attention.GQAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.q_norm is not None and self.k_norm is not None:
             q_BLNH, k_BLNH = self.q_norm(q_BLNH), self.k_norm(k_BLNH)
-        rotated: tuple[torch.Tensor, torch.Tensor] = self.rope(q_BLNH, k_BLNH, positions)
-        return rotated
+        turned: tuple[torch.Tensor, torch.Tensor] = self.rope(q_BLNH, k_BLNH, positions)
+        return turned
 
 
 class FeedForward(titan_feed_forward.FeedForward):
