@@ -114,9 +114,8 @@ DEGREES = [
     ),
     Wrong(
         "chunks that do not divide",
-        "case.toml: loss.num_chunks = 8 (default): must divide seq_len / cp = 100 / 1 = "
-        "100; use 5 or 10",
-        toml='[training]\nseq_len = 100\n[loss]\nname = "chunked_cross_entropy"',
+        "case.toml: loss.num_chunks = 8: must divide seq_len / cp = 100 / 1 = 100; use 5 or 10",
+        toml='[training]\nseq_len = 100\n[loss]\nname = "chunked_cross_entropy"\nnum_chunks = 8',
     ),
 ]
 

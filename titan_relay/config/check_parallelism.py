@@ -159,7 +159,7 @@ def _check_batch(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
 
 
 def _check_loss_chunks(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
-    if config.loss.name != "chunked_cross_entropy":
+    if config.loss.name != "chunked_cross_entropy" or config.loss.num_chunks == "auto":
         return
     local_len = config.training.seq_len // degrees.cp
     if local_len % config.loss.num_chunks:

@@ -240,5 +240,11 @@ class LossConfig:
     """chunked_cross_entropy computes logits for a part of the sequence at a time, so that the
     whole [tokens, vocab_size] matrix never exists."""
 
-    num_chunks: int = option(8, at_least=1, titan="ChunkedCELoss.Config.num_chunks")
-    """Parts of the sequence for chunked_cross_entropy."""
+    num_chunks: int | Literal["auto"] = option(
+        "auto", at_least=1, titan="ChunkedCELoss.Config.num_chunks"
+    )
+    """Parts of the sequence for chunked_cross_entropy. auto: as few as max_chunk_mib allows."""
+
+    max_chunk_mib: float = option(512.0, above=0, titan="")
+    """For num_chunks = "auto": MiB that the logits of one part may take, copies and gradients
+    included."""

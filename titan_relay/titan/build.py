@@ -20,6 +20,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 
 from titan_relay.config import degrees_of
+from titan_relay.config.loss_chunks import loss_chunks
 from titan_relay.config.schema import DataConfig, RunConfig
 from titan_relay.titan import cpu
 from titan_relay.titan.activation_checkpoint import build_activation_checkpoint
@@ -78,7 +79,7 @@ def build_trainer_config(
             enable_structured_logging=False,
         ),
         metrics=_metrics(run),
-        loss=_loss(run),
+        loss=_loss(run, world_size),
         tokenizer=RelayTokenizer.Config(settings=run.tokenizer),
         dataloader=_dataloader(run.data, run, rows),
         validator=_validator(run, rows, world_size),
@@ -171,9 +172,9 @@ def _metrics(run: RunConfig) -> RelayMetricsProcessor.Config:
     )
 
 
-def _loss(run: RunConfig) -> BaseLoss.Config:
+def _loss(run: RunConfig, world_size: int) -> BaseLoss.Config:
     if run.loss.name == "chunked_cross_entropy":
-        return ChunkedLossWrapper.Config(num_chunks=run.loss.num_chunks)
+        return ChunkedLossWrapper.Config(num_chunks=loss_chunks(run, degrees_of(run, world_size)))
     return CrossEntropyLoss.Config()
 
 

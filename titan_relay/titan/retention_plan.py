@@ -16,7 +16,6 @@ from titan_relay.memory.retention import (
     plan_retention,
     retention_of,
 )
-from titan_relay.titan import cpu
 from titan_relay.titan.retention import AttentionShape, Levels
 
 _MIB, _GIB = 2**20, 2**30
@@ -40,9 +39,8 @@ class Microbatch:
         return self.num_rows * self.seq_len // self.cp
 
 
-def microbatch_of(run: RunConfig, degrees: Degrees) -> Microbatch:
-    """The microbatches of a run."""
-    float32 = cpu.on_cpu() or run.training.mixed_precision_param == "float32"
+def microbatch_of(run: RunConfig, degrees: Degrees, itemsize: int) -> Microbatch:
+    """The microbatches of a run whose layers compute with elements of `itemsize` bytes."""
     local, rows, num_alive = run.training.local_batch_size, run.training.local_batch_size, 1
     if degrees.pp > 1:
         rows = run.parallelism.pipeline_parallel_microbatch_size
@@ -55,7 +53,7 @@ def microbatch_of(run: RunConfig, degrees: Degrees) -> Microbatch:
         seq_len=run.training.seq_len,
         cp=degrees.cp,
         tp=degrees.tp,
-        itemsize=4 if float32 else 2,
+        itemsize=itemsize,
         num_alive=num_alive,
     )
 
@@ -78,10 +76,10 @@ def layer_costs(shapes: Mapping[int, AttentionShape], microbatch: Microbatch) ->
     ]
 
 
-def choose_levels(run: RunConfig, world_size: int, levels: Levels) -> RetentionPlan:
+def choose_levels(run: RunConfig, world_size: int, levels: Levels, itemsize: int) -> RetentionPlan:
     """Set the levels of this rank's layers as the configuration says."""
     section = run.attention_retention
-    microbatch = microbatch_of(run, degrees_of(run, world_size))
+    microbatch = microbatch_of(run, degrees_of(run, world_size), itemsize)
     costs = layer_costs(levels.shapes, microbatch)
     if section.mode == "auto":
         assert section.budget_gib is not None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.trainer import Trainer
 
@@ -55,7 +56,8 @@ class RelayTrainer(Trainer):
             self.metrics_processor.add_source(plan.curves)
         if isinstance(config.activation_checkpoint, BlockRetention.Config):
             levels = config.activation_checkpoint.levels
-            retention = choose_levels(config.run, self.parallel_dims.world_size, levels)
+            itemsize = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+            retention = choose_levels(config.run, self.parallel_dims.world_size, levels, itemsize)
             log_plan(retention)
             self.metrics_processor.add_source(lambda: plan_curves(retention))
         self.metrics_processor.add_source(curves.balance)

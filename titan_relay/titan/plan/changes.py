@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_relay.config import ConfigError, RunConfig, degrees_of, validate
+from titan_relay.config.loss_chunks import loss_chunks
 from titan_relay.memory.devices import Device
 from titan_relay.titan.plan.extrapolate import peak_of
 from titan_relay.titan.plan.plan import usable_bytes
@@ -131,7 +132,7 @@ def _more_slices(run: RunConfig, world_size: int) -> dict[str, Any]:
 
 def _chunked_loss(run: RunConfig, world_size: int) -> dict[str, Any]:
     if run.loss.name == "chunked_cross_entropy":
-        return {"loss.num_chunks": 2 * run.loss.num_chunks}
+        return {"loss.num_chunks": 2 * loss_chunks(run, degrees_of(run, world_size))}
     return {"loss.name": "chunked_cross_entropy"}
 
 
