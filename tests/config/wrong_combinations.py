@@ -76,6 +76,18 @@ COMBINATIONS = [
         toml="[attention_retention]\nbudget_gib = 2.0",
     ),
     Wrong(
+        "block inputs on the host without a budget",
+        'case.toml: attention_retention.host_budget_gib = "none" (default): goes together with '
+        'attention_retention.block_inputs = "host"; give both or neither',
+        toml='[attention_retention]\nblock_inputs = "host"',
+    ),
+    Wrong(
+        "host budget for nothing",
+        "case.toml: attention_retention.host_budget_gib = 8.0: goes together with "
+        'attention_retention.block_inputs = "host"; give both or neither',
+        toml="[attention_retention]\nhost_budget_gib = 8.0",
+    ),
+    Wrong(
         "warning only without determinism",
         "case.toml: debug.deterministic_warn_only = true: needs debug.deterministic = true",
         toml="[debug]\ndeterministic_warn_only = true",

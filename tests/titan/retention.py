@@ -31,7 +31,11 @@ QWEN3_RATIOS = replace(
 
 
 def relay_model(
-    config: ModelConfig, levels: Sequence[str] | None, *, compiled: bool = False
+    config: ModelConfig,
+    levels: Sequence[str] | None,
+    *,
+    compiled: bool = False,
+    host_budget_bytes: int = 0,
 ) -> nn.Module:
     """The model on the relay of one rank, in training mode; None: nothing is checkpointed."""
     model_config = build_model_config(config, seed=0, cpu=True)
@@ -48,7 +52,8 @@ def relay_model(
     if levels is not None:
         chosen = Levels(dict(enumerate(levels)))  # type: ignore[arg-type]
         make_retainable(model, chosen)
-        BlockRetention.Config(levels=chosen).build().apply(model)
+        policy = BlockRetention.Config(levels=chosen, host_budget_bytes=host_budget_bytes)
+        policy.build().apply(model)
         model.levels = chosen
     trained: nn.Module = model.train()
     return trained

@@ -21,6 +21,8 @@ FOUR_RANKS = [
     a_run(
         "accumulation",
         **layout(dp=4, ep=4) | {"training__local_batch_size": 1},
+        attention_retention__block_inputs="host",
+        attention_retention__host_budget_gib=0.01,
         attention_retention__mode="output",
     ),
     a_run("relay, cp 4 ep 4", **layout(cp=4, ep=4), attention_retention__mode="full"),
@@ -42,12 +44,16 @@ FOUR_RANKS = [
     a_run(
         "tensor parallel, dp 2 tp 2 ep 4",
         **layout(dp=2, tp=2, ep=4),
+        attention_retention__block_inputs="host",
+        attention_retention__host_budget_gib=0.01,
         attention_retention__mode="output",
     ),
     a_run(
         "pipeline, dp 2 pp 2 ep 2",
         **layout(dp=2, pp=2, ep=2),
         relay__circulate="experts",
+        attention_retention__block_inputs="host",
+        attention_retention__host_budget_gib=0.01,
         attention_retention__mode="full",
     ),
     a_run(

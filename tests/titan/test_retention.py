@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.titan.retention import QWEN3_RATIOS, relay_model
 from tests.titan.tiny import TINY, apply_model, row_positions, tiny_config
 from titan_relay.memory import LiveBytes
+from titan_relay.memory.host_inputs import HostInputs, _Kept
+from titan_relay.memory.host_memory import HostBuffers
+from titan_relay.moe import relay_checkpoint
 from titan_relay.titan.attention import prepare_cpu_batch
 from titan_relay.titan.retention_plan import Microbatch, layer_costs
 
@@ -147,3 +152,56 @@ def test_working_peak_of_a_block_in_units() -> None:
     # tests/moe), and a whole block shall work in 13.
     assert backward <= 11
     assert forward <= 11
+
+
+@pytest.mark.parametrize("num_on_host", [1, 4])
+def test_block_inputs_in_host_memory(num_on_host) -> None:
+    """Gone from the device to the byte, within the budget, and gradients of equal bits."""
+    config = replace(tiny_config(aux_loss_coeff=0.01), num_layers=4)
+    unit = NUM_ROWS * SEQ_LEN * config.dim * 4
+    figures = {}
+    for budget in (0, num_on_host * unit):
+        model: Any = relay_model(config, ("recompute",) * 4, host_budget_bytes=budget)
+        with LiveBytes() as tracker:
+            loss = apply_model(model, TOKENS, POSITIONS).square().sum()
+            held = tracker.live_bytes
+            loss.backward()
+        figures[budget] = held, tracker.host_peak_bytes, [p.grad for p in model.parameters()]
+    (held, _, expected), (held_less, host_bytes, actual) = figures.values()
+    assert host_bytes == num_on_host * unit
+    assert held - held_less == num_on_host * unit
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_a_block_input_is_fetched_while_the_block_after_it_works_in_backward() -> None:
+    host = HostInputs(2**20)
+    fetched = []
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def block(layer: int, h: torch.Tensor) -> torch.Tensor:
+        def run(h: torch.Tensor) -> torch.Tensor:
+            if h.requires_grad and torch._C._current_graph_task_id() != -1:  # in backward
+                fetched.append((layer, [k.layer for k in kept() if k._fetched is not None]))
+            return h.sin()
+
+        with host.around(layer, h):
+            return relay_checkpoint(run, h)
+
+    def kept() -> list[Any]:
+        return [each for each in gc.get_objects() if isinstance(each, _Kept)]
+
+    h = x * 1
+    for layer in range(3):
+        h = block(layer, h)
+    h.sum().backward()
+    assert fetched == [(2, [1]), (1, [0]), (0, [])]
+
+
+def test_host_buffers_are_reused_within_their_budget() -> None:
+    buffers = HostBuffers(100, pinned=False)
+    first = buffers.take(60)
+    assert buffers.take(60) is None
+    buffers.give_back(first)
+    assert buffers.take(60) is first
+    assert buffers.take(40) is not None
+    assert buffers.allocated_bytes == 100

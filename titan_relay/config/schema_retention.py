@@ -27,3 +27,11 @@ class AttentionRetentionConfig:
 
     budget_gib: float | None = option(None, at_least=0, titan="")
     """For mode = "auto": GiB per rank that may be spent on what levels output and full keep."""
+
+    block_inputs: Literal["device", "host"] = option("device", titan="")
+    """Where each block's input waits for backward. host: in host memory, pinned beside a GPU;
+    copied there while the next block computes, and fetched a block ahead in backward."""
+
+    host_budget_gib: float | None = option(None, above=0, titan="")
+    """For block_inputs = "host": GiB of host memory per rank. Inputs for which there is no room
+    stay on the device, those of the last blocks."""

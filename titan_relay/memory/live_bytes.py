@@ -50,6 +50,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_relay.memory.host_memory import allocates_on_host
 from titan_relay.memory.ledger import Event, Label, Ledger, Peak, Window
 from titan_relay.memory.operators import (
     OpTraits,
@@ -82,8 +83,9 @@ _OUTSIDE_PHASES = "(none)"
 class _Entry(weakref.ref):
     """A watched storage: a weak reference that also carries what is counted for it."""
 
-    __slots__ = ("excluded", "key", "label", "num_bytes", "serial")
+    __slots__ = ("excluded", "key", "label", "ledger", "num_bytes", "serial")
 
+    ledger: Ledger
     key: int
     serial: int
     num_bytes: int
@@ -130,6 +132,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._ledger = Ledger(keep_events)
+        self._host_ledger = Ledger()
         self._entries: dict[int, _Entry] = {}
         self._traits: dict[Any, OpTraits] = {}
         self._num_storages = 0
@@ -157,6 +160,16 @@ class LiveBytes(TorchDispatchMode):
     def peak(self) -> Peak:
         """The peak of `peak_bytes`: the operator and phase that reached it, and what was live."""
         return self._ledger.root.peak
+
+    @property
+    def host_bytes(self) -> int:
+        """Live bytes that stand in for device memory (`host_allocation`), in no other figure."""
+        return self._host_ledger.live_bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The highest `host_bytes` since the tracker was made."""
+        return self._host_ledger.root.peak_bytes
 
     @property
     def overall_peak(self) -> Peak:
@@ -354,6 +367,7 @@ class LiveBytes(TorchDispatchMode):
         entry.num_bytes = 0
         entry.label = label
         entry.excluded = False
+        entry.ledger = self._host_ledger if allocates_on_host() else self._ledger
         self._num_storages += 1
         self._entries[entry.key] = entry
         return entry
@@ -366,11 +380,11 @@ class LiveBytes(TorchDispatchMode):
         if entry.excluded or num_bytes == entry.num_bytes:
             return
         if entry.num_bytes:
-            self._ledger.shrink(entry.serial, entry.num_bytes, entry.label)
+            entry.ledger.shrink(entry.serial, entry.num_bytes, entry.label)
         entry.num_bytes = num_bytes
         entry.label = label or entry.label
         if num_bytes:
-            self._ledger.grow(entry.serial, num_bytes, entry.label)
+            entry.ledger.grow(entry.serial, num_bytes, entry.label)
 
     def _on_death(self, entry: _Entry) -> None:
         with self._lock:

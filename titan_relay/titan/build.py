@@ -111,7 +111,8 @@ def _model_spec(run: RunConfig) -> ModelSpec:
 
 def _recompute(run: RunConfig) -> Any:
     if run.relay.dispatcher == "relay":
-        return BlockRetention.Config()
+        host_gib = run.attention_retention.host_budget_gib or 0.0
+        return BlockRetention.Config(host_budget_bytes=int(host_gib * 2**30))
     return build_activation_checkpoint(run.activation_checkpoint)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
+from titan_relay.memory.host_inputs import HostInputs
 from titan_relay.memory.retained import retained_call, retention_contexts
 from titan_relay.memory.retention import Level
 from titan_relay.moe import relay_checkpoint
@@ -60,6 +61,12 @@ class BlockRetention(ActivationCheckpointing):
         # No block of ours draws random numbers, and saving their state costs 5 KB a block.
         preserve_rng_state: bool = False
         levels: Levels = field(default_factory=Levels)
+        # Bytes of host memory for block inputs; 0: they stay on the device.
+        host_budget_bytes: int = 0
+
+    def __init__(self, config: BlockRetention.Config, dump_folder: str = "") -> None:
+        super().__init__(config, dump_folder)
+        self._host = HostInputs(config.host_budget_bytes) if config.host_budget_bytes else None
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         assert isinstance(self.config, BlockRetention.Config)
@@ -67,13 +74,28 @@ class BlockRetention(ActivationCheckpointing):
         levels, layer = self.config.levels, int(base_fqn.rpartition(".")[2])
         return checkpoint_wrapper(
             module,
-            checkpoint_fn=relay_checkpoint,
+            checkpoint_fn=functools.partial(_checkpoint, self._host, layer),
             context_fn=lambda: retention_contexts(levels.kinds(layer))(),
             preserve_rng_state=self.config.preserve_rng_state,
             determinism_check=self.config.determinism_check,
             early_stop=False,  # forward hooks of a recompute run to their end
             debug=self.config.debug,
         )
+
+
+def _checkpoint(
+    host: HostInputs | None,
+    layer: int,
+    block: Callable[..., Any],
+    x: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`relay_checkpoint` of a block with input `x`, which goes to the host where there is one."""
+    if host is None or not torch.is_grad_enabled():
+        return relay_checkpoint(block, x, *args, **kwargs)
+    with host.around(layer, x):
+        return relay_checkpoint(block, x, *args, **kwargs)
 
 
 def make_retainable(model: nn.Module, levels: Levels) -> None:

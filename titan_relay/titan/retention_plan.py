@@ -77,7 +77,7 @@ def layer_costs(shapes: Mapping[int, AttentionShape], microbatch: Microbatch) ->
 
 
 def choose_levels(run: RunConfig, world_size: int, levels: Levels, itemsize: int) -> RetentionPlan:
-    """Set the levels of this rank's layers as the configuration says."""
+    """Set the levels of this rank's layers as the configuration says, and log what is kept."""
     section = run.attention_retention
     microbatch = microbatch_of(run, degrees_of(run, world_size), itemsize)
     costs = layer_costs(levels.shapes, microbatch)
@@ -91,7 +91,22 @@ def choose_levels(run: RunConfig, world_size: int, levels: Levels, itemsize: int
         }
         plan = retention_of(costs, given, microbatch.num_alive)
     levels.of_layer.update(plan.levels)
+    log_plan(plan)
+    log_block_inputs(run, microbatch, len(costs))
     return plan
+
+
+def log_block_inputs(run: RunConfig, microbatch: Microbatch, num_layers: int) -> None:
+    """Say how many of this rank's block inputs have room on the host."""
+    if run.attention_retention.host_budget_gib is None:
+        return
+    tp = microbatch.tp if run.parallelism.enable_sequence_parallel else 1
+    unit_bytes = microbatch.num_tokens // tp * run.model.dim * microbatch.itemsize
+    wanted = num_layers * microbatch.num_alive
+    fitting = min(wanted, int(run.attention_retention.host_budget_gib * _GIB / unit_bytes))
+    logger.info(
+        f"Block inputs in host memory: {fitting} of {wanted}, {fitting * unit_bytes / _MIB:.2f} MiB"
+    )
 
 
 def log_plan(plan: RetentionPlan) -> None:

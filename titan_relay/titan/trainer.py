@@ -21,7 +21,7 @@ from titan_relay.titan.curves import StepCurves
 from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.relay_plan import relay_plan
 from titan_relay.titan.retention import BlockRetention
-from titan_relay.titan.retention_plan import choose_levels, log_plan, plan_curves
+from titan_relay.titan.retention_plan import choose_levels, plan_curves
 
 if TYPE_CHECKING:  # planning runs this trainer
     from titan_relay.titan.plan.watch import PlanWatch
@@ -58,7 +58,6 @@ class RelayTrainer(Trainer):
             levels = config.activation_checkpoint.levels
             itemsize = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
             retention = choose_levels(config.run, self.parallel_dims.world_size, levels, itemsize)
-            log_plan(retention)
             self.metrics_processor.add_source(lambda: plan_curves(retention))
         self.metrics_processor.add_source(curves.balance)
         self.metrics_processor.add_source(curves.relay, over="mean")
