@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torchtitan.models.common.rope import CosSinRoPE
+
+from titan_relay.titan.lean import CosSinRoPE
 
 
 class LongRoPE(CosSinRoPE):

@@ -86,7 +86,9 @@ def _along_line(
 def unit_of(run: RunConfig, degrees: Degrees) -> int:
     """What sequence lengths are multiples of: what layout and loss need, at least 512 a rank."""
     multiple, _ = sequence_multiple(run, degrees)
-    chunks = run.loss.num_chunks if run.loss.name == "chunked_cross_entropy" else 1
+    chunks = 1
+    if run.loss.name == "chunked_cross_entropy" and run.loss.num_chunks != "auto":
+        chunks = run.loss.num_chunks
     local = degrees.cp * degrees.tp
     return math.lcm(multiple, chunks * local, _GRAIN * local)
 
