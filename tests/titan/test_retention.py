@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -173,28 +172,39 @@ def test_block_inputs_in_host_memory(num_on_host) -> None:
     assert all(map(torch.equal, actual, expected))
 
 
-def test_a_block_input_is_fetched_while_the_block_after_it_works_in_backward() -> None:
-    host = HostInputs(2**20)
-    fetched = []
-    x = torch.randn(4, 8, requires_grad=True)
+def test_a_block_input_is_fetched_ahead_of_the_block_after_it(monkeypatch) -> None:
+    host, events = HostInputs(2**20), []
+    prefetch = _Kept.prefetch
 
-    def block(layer: int, h: torch.Tensor) -> torch.Tensor:
-        def run(h: torch.Tensor) -> torch.Tensor:
-            if h.requires_grad and torch._C._current_graph_task_id() != -1:  # in backward
-                fetched.append((layer, [k.layer for k in kept() if k._fetched is not None]))
+    def note_prefetch(kept: _Kept) -> None:
+        if kept._fetched is None:
+            events.append(("fetch", kept.layer))
+        prefetch(kept)
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h, layer):
+            ctx.save_for_backward(h)
+            ctx.layer = layer
             return h.sin()
 
-        with host.around(layer, h):
-            return relay_checkpoint(run, h)
+        @staticmethod
+        def backward(ctx, grad):
+            (h,) = ctx.saved_tensors
+            events.append(("backward", ctx.layer))
+            return grad * h.cos(), None
 
-    def kept() -> list[Any]:
-        return [each for each in gc.get_objects() if isinstance(each, _Kept)]
-
-    h = x * 1
+    monkeypatch.setattr(_Kept, "prefetch", note_prefetch)
+    h = torch.randn(4, 8, requires_grad=True) * 1
     for layer in range(3):
-        h = block(layer, h)
+        with host.around(layer, h):
+            h = relay_checkpoint(Sine.apply, h, layer)
     h.sum().backward()
-    assert fetched == [(2, [1]), (1, [0]), (0, [])]
+    assert events == [
+        *(("fetch", 2), ("fetch", 1), ("backward", 2)),
+        *(("fetch", 0), ("backward", 1)),
+        ("backward", 0),
+    ]
 
 
 def test_host_buffers_are_reused_within_their_budget() -> None:
