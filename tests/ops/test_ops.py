@@ -193,5 +193,5 @@ def test_saves_its_inputs_only_and_fake_tensors_have_the_same_peak(name: str) ->
         fakes = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
         fake_held, fake_peak = step(function, fakes)
     assert fake_held == held
-    # Shape functions take a chunk's temporaries (half a MiB) for one tensor of about their size.
-    assert abs(fake_peak - peak) <= 2**17
+    # Shape functions take a chunk of half a MiB for one tensor; its parts overlap less.
+    assert abs(fake_peak - peak) <= 2**18
