@@ -6,6 +6,7 @@
 #   make prove-conversion  convert weights larger than the memory allowed for it (40 GB of disk)
 #   make check-kernels     compile every kernel for every architecture, without a GPU (-oldest: with
 #                          the oldest triton)
+#   TEST_WORKERS=2         test files that `make test` runs at the same time
 #   PYTHON=python3.12      the interpreter to make .venv with (3.11 or newer)
 #   PIP_ARGS="..."         more arguments for pip, such as the index of torch's CPU builds
 
@@ -13,6 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 DEMO_STEPS ?= 300
+TEST_WORKERS ?= 2
 OLDEST_TRITON := 3.6.0
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
@@ -26,7 +28,7 @@ demo-data: $(VENV)/.has-train
 	$(BIN)/python scripts/demo.py --data-only
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.has-test
 	$(BIN)/python -m pytest -m slow
