@@ -63,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     to_hf.add_argument(
         "--assets",
         type=Path,
-        help="folder with config.json and tokenizer files to copy (default: those of the folder "
-        "that the checkpoint was converted from, or the tokenizer of the configuration)",
+        help="folder with config.json and tokenizer files to copy (default: config.json of the "
+        "folder that the checkpoint was converted from, tokenizer of the configuration)",
     )
     to_hf.add_argument("--shard-gb", type=float, default=5.0, help="largest file (default 5)")
     for each in (from_hf, to_hf):
@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace, keys: list[str]) -> int:
             arguments.out,
             dtype=dtype,
             assets=arguments.assets,
-            tokenizer=tokenizer_of(run.tokenizer),
+            tokenizer=[] if arguments.assets else tokenizer_of(run.tokenizer),
             shard_bytes=int(arguments.shard_gb * 1e9),
         )
     print(

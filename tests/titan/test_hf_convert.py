@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from tests.support.scripts import load_script
-from tests.titan.hf_cases import CASES, Case
+from tests.titan.hf_cases import CASES, VOCAB_SIZE, Case
 from tests.titan.hf_folders import QWEN3_TIED, contents, edit_weights, run_of, write_folder
 from titan_relay.config import RunConfig
 from titan_relay.titan.hf import from_hf as from_hf_module
@@ -63,6 +63,26 @@ def test_one_file_and_tied_embeddings_too(tmp_path: Path) -> None:
     assert torch.equal(stored.read("lm_head.weight"), stored.read("tok_embeddings.weight"))
     to_hf(tmp_path / "checkpoint", run.model, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family} {case.name}")
+def test_an_export_with_a_config_made_from_toml_computes_the_same(
+    case: Case, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = write_folder(tmp_path / "hf", case)
+    run = run_of(tmp_path / "hf")
+    from_hf(tmp_path / "hf", run.model, tmp_path / "checkpoint")
+    shutil.rmtree(tmp_path / "checkpoint" / "hf")
+    to_hf(tmp_path / "checkpoint", run.model, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.randint(VOCAB_SIZE, (2, 9), generator=torch.manual_seed(0))
+    with torch.no_grad():
+        expected, found = (each(input_ids=tokens).logits for each in (source, model))
+    # The same weights and class, with other kernels for attention and experts; GLM's shape comes
+    # back as DeepSeek's class.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 class _Killed(BaseException):
@@ -228,6 +248,7 @@ def test_another_dtype_and_other_file_sizes(source: tuple[Path, RunConfig], tmp_
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert not (tmp_path / "out" / "tokenizer_config.json").exists()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 

@@ -20,11 +20,11 @@ from titan_relay.config import RunConfig
 from titan_relay.titan.hf.export import (
     SHARD_BYTES,
     exported_config,
+    files_to_copy,
     shard_numbers,
     tokenizer_of,
     write_assets,
 )
-from titan_relay.titan.hf.folder import asset_files
 from titan_relay.titan.hf.names import NameMap
 
 
@@ -56,7 +56,7 @@ class RelayCheckpointManager(CheckpointManager):
             folder.mkdir(parents=True, exist_ok=True)
             assets = export_assets(self._run)
             config = exported_config(self._run.model, assets, self.export_dtype)
-            files = asset_files(assets) if assets is not None else tokenizer_of(self._run.tokenizer)
+            files = files_to_copy(assets, tokenizer_of(self._run.tokenizer))
             write_assets(folder, config, files)
         super()._save_last_step(curr_step)
         if dist.get_rank() == 0:

@@ -20,6 +20,7 @@ from titan_relay.titan.hf.folder import (
     CONFIG,
     INDEX,
     SINGLE,
+    other_files,
     read_config,
     read_json,
     tokenizer_files,
@@ -98,9 +99,16 @@ def _has_layers(folder: Path, layers: range) -> bool:
     return any(name.startswith(f"model.layers.{layer}.") for name in names for layer in layers)
 
 
-def write_assets(out: Path, config: dict[str, Any], files: list[Path] | None) -> None:
+def files_to_copy(assets: Path | None, tokenizer: list[Path]) -> list[Path]:
+    """What an export copies: the files of `assets`, but the tokenizer that was trained with."""
+    if assets is None:
+        return tokenizer
+    return [*other_files(assets), *(tokenizer or tokenizer_files(assets))]
+
+
+def write_assets(out: Path, config: dict[str, Any], files: list[Path]) -> None:
     """Copy `files`, and see that `config.json` is `config`."""
-    for file in files or []:
+    for file in files:
         shutil.copyfile(file, out / file.name)
     unchanged = (out / CONFIG).is_file() and read_json(out / CONFIG) == config
     if not unchanged:

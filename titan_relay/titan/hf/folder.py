@@ -125,9 +125,8 @@ def tokenizer_files(path: Path) -> list[Path]:
     )
 
 
-def asset_files(path: Path) -> list[Path]:
-    """What a copy of a folder needs besides weights: configuration, tokenizer and licence."""
-    others = (
+def other_files(path: Path) -> list[Path]:
+    """A folder's configuration and licence."""
+    return sorted(
         each for each in path.iterdir() if each.is_file() and _OTHER_ASSETS.fullmatch(each.name)
     )
-    return sorted([*others, *tokenizer_files(path)])

@@ -18,7 +18,14 @@ from titan_relay.titan.hf.check_weights import check_weights
 from titan_relay.titan.hf.config_json import first_difference, mtp_layers
 from titan_relay.titan.hf.dcp import METADATA, PartsWriter, StoredTensor
 from titan_relay.titan.hf.errors import HfError
-from titan_relay.titan.hf.folder import INDEX, HfFolder, asset_files, open_folder, read_config
+from titan_relay.titan.hf.folder import (
+    INDEX,
+    HfFolder,
+    open_folder,
+    other_files,
+    read_config,
+    tokenizer_files,
+)
 from titan_relay.titan.hf.names import Entry, NameMap
 from titan_relay.titan.hf.progress import Journal, Progress
 
@@ -161,5 +168,6 @@ def _parts(tensors: dict[str, StoredTensor]) -> list[dict[str, StoredTensor]]:
 def _copy_assets(source: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
     index = source / INDEX
-    for file in [*asset_files(source), *([index] if index.is_file() else [])]:
+    files = [*other_files(source), *tokenizer_files(source)]
+    for file in [*files, *([index] if index.is_file() else [])]:
         shutil.copyfile(file, target / file.name)

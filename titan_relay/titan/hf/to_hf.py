@@ -16,13 +16,14 @@ from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.export import (
     SHARD_BYTES,
     exported_config,
+    files_to_copy,
     shard_files,
     write_assets,
     write_index,
 )
-from titan_relay.titan.hf.folder import INDEX, asset_files, read_json
+from titan_relay.titan.hf.folder import INDEX, read_json
 from titan_relay.titan.hf.from_hf import ASSETS, open_journal
-from titan_relay.titan.hf.names import NameMap
+from titan_relay.titan.hf.names import Entry, NameMap
 from titan_relay.titan.hf.progress import Progress
 from titan_relay.titan.hf.safetensors_file import FileLayout, flush_to_disk
 
@@ -59,7 +60,7 @@ def to_hf(
         dtype: of the parameters; None keeps the checkpoint's.
         assets: a folder with `config.json` and tokenizer files to copy; None: those that
             `from_hf` left in the checkpoint, or none.
-        tokenizer: files to copy where there are no assets.
+        tokenizer: its files, if they are not to be those of `assets`.
         shard_bytes: the largest file, unless `assets` has an index of the same tensors.
 
     Raises:
@@ -93,9 +94,7 @@ def to_hf(
         if entry.name in journal.done:
             progress.skip(1, size_bytes)
             continue
-        value = reader.read(entry.name).to(tensors[next(iter(entry.parts))].dtype)
-        for name, part in names.to_hf(entry.name, value).items():
-            layouts[file_of[name]].write(_unfinished(out / file_of[name]), name, part)
+        _write_parts(names, entry, reader, tensors, file_of, layouts, out)
         for file in {file_of[name] for name in entry.parts}:
             flush_to_disk(_unfinished(out / file))
         journal.add(entry.name)
@@ -104,8 +103,23 @@ def to_hf(
     for file in layouts:
         _unfinished(out / file).rename(out / file)
     _write_index(out, file_of, tensors, assets)
-    write_assets(out, config, asset_files(assets) if assets is not None else tokenizer)
+    write_assets(out, config, files_to_copy(assets, tokenizer or []))
     journal.remove()
+
+
+def _write_parts(
+    names: NameMap,
+    entry: Entry,
+    reader: PartsReader,
+    tensors: dict[str, HfTensor],
+    file_of: dict[str, str],
+    layouts: dict[str, FileLayout],
+    out: Path,
+) -> None:
+    """Read one tensor and write what it is made of; it is freed before the next is read."""
+    value = reader.read(entry.name).to(tensors[next(iter(entry.parts))].dtype)
+    for name, part in names.to_hf(entry.name, value).items():
+        layouts[file_of[name]].write(_unfinished(out / file_of[name]), name, part)
 
 
 def check_tensors(names: NameMap, reader: PartsReader, path: Path, *, every: bool = False) -> None:
