@@ -1,10 +1,14 @@
 """`relay.kernels` and `relay.deterministic`: from the file to the layers' options."""
 
+import logging
+
 import pytest
+import torch
 
 from titan_relay.config import ConfigError, load_config
 from titan_relay.titan.check_device import check_device
 from titan_relay.titan.relay_plan import relay_options
+from titan_relay.titan.warm_up import warm_up_kernels
 
 
 def load(*arguments):
@@ -34,3 +38,16 @@ def test_triton_on_cpu_is_refused_in_one_line(monkeypatch):
         'command line: --relay.kernels = "triton": cannot be used: the tensors are on cpu, and it '
         'runs on CUDA devices; use kernels = "auto" or "torch"'
     )
+
+
+def test_kernels_are_compiled_before_the_first_step(caplog):
+    # The interpreter stands for the compiler; the smallest layer that has tiles.
+    sizes = {"dim": 16, "moe.expert_dim": 16, "moe.num_experts": 2, "moe.top_k": 1}
+    arguments = [f"--model.{key}={value}" for key, value in sizes.items()]
+    arguments += ["--parallelism.expert_parallel_degree=1"]
+    for kernels, messages in (("torch", 0), ("triton", 1)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            run = load(*arguments, "--relay.kernels", kernels).config
+            warm_up_kernels(run, 1, torch.device("cpu"))
+        assert caplog.text.count("Relay kernels: ready before the first step") == messages

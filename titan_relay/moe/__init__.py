@@ -20,6 +20,7 @@ from titan_relay.moe.shadow import shadow_device
 from titan_relay.moe.shapes import LayerShape
 from titan_relay.moe.telemetry import RingCounts, RingTelemetry
 from titan_relay.moe.traffic import Traffic, backward_traffic, forward_traffic
+from titan_relay.moe.warm_up import warm_up
 
 __all__ = [
     "ExpertBiases",
@@ -49,4 +50,5 @@ __all__ = [
     "set_ring_timeout",
     "shadow_device",
     "uses_triton",
+    "warm_up",
 ]

@@ -22,6 +22,7 @@ from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.relay_plan import relay_plan
 from titan_relay.titan.retention import BlockRetention
 from titan_relay.titan.retention_plan import choose_levels, plan_curves
+from titan_relay.titan.warm_up import warm_up_kernels
 
 if TYPE_CHECKING:  # planning runs this trainer
     from titan_relay.titan.plan.watch import PlanWatch
@@ -64,6 +65,11 @@ class RelayTrainer(Trainer):
         self.metrics_processor.add_source(curves.relay_wait, over="max")
         self.curves = curves
         self.plan_watch: PlanWatch | None = None  # set where a plan of this run is wanted
+
+    def train(self) -> None:
+        """Have the experts' kernels compiled, then train."""
+        warm_up_kernels(self.config.run, self.parallel_dims.world_size, self.device)
+        super().train()
 
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]

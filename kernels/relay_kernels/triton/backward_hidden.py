@@ -24,7 +24,7 @@ import triton.language as tl
 from relay_kernels.triton.common import halves, locate, product, row_tile_ends, total
 
 # Values that change from call to call must not lead to a compilation each.
-_CHANGING = ["first", "last", "num_experts"]
+_CHANGING = ["first", "last", "num_experts", "stride_parts"]
 _UNALIGNED = ["rows_ptr", "offsets_ptr", "scores_ptr", "dscores_ptr"]
 
 
