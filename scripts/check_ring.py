@@ -102,38 +102,31 @@ class Layer:
         inputs, weights = self.inputs[rank], self.weights[rank]
         forward = self.call(rank, ring, "forward")
         slices = token_slices(forward.shape.num_tokens, self.setting.ep, self.options)
-        rows_N, counts = sort_rows(inputs.ids_TK, self.setting.experts, slices)
+        rows_N, counts = sort_rows(
+            inputs.ids_TK, self.setting.experts, slices, self.options.kernels
+        )
         args = (inputs.x_TD, inputs.scores_TK, rows_N, counts, weights)
         out_TD = layer_forward(forward, *args)
         backward = self.call(rank, ring, "backward")
         wants = Wants(True, True, True)
         return Results(out_TD, layer_backward(backward, wants, inputs.dout_TD, *args))
 
-    def errors(self, references: Sequence[Reference]) -> dict[str, float]:
-        """The largest over ranks, by result."""
-        names = ("out", "dx", "dscores", "dw1", "dw2", "dw3")
-        worst = dict.fromkeys(names, 0.0)
-        for result, wanted in zip(self.run(), references, strict=True):
-            expected = (wanted.out_TD, wanted.dx_TD, wanted.dscores_TK, *wanted.dweights)
-            for name, mine, truth in zip(names, result.tensors(), expected, strict=True):
-                worst[name] = max(worst[name], relative_error(mine, truth))
-        return worst
-
-    def bytes(self) -> Bytes:
-        """Everything that a call makes, its results included; after a warm-up."""
-        gc.collect()
-        before = 0
+    def measure(self, references: Sequence[Reference]) -> tuple[dict[str, float], Bytes]:
+        """One run: the largest error over ranks by result, and the bytes of everything made."""
+        before, allocator = 0, 0
         if self.device.type == "cuda":
+            self.run()  # kernels compiled, and libraries' workspaces allocated
+            gc.collect()
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
+        gc.collect()
         with LiveBytes(self.device.type) as tracker:
-            kept = self.run(tracker)
-        allocator = 0
+            results = self.run(tracker)
         if self.device.type == "cuda":
             allocator = torch.cuda.max_memory_allocated(self.device) - before
-        del kept
-        return Bytes(self.formula_bytes(), tracker.peak_bytes, allocator)
+        counted = Bytes(self.formula_bytes(), tracker.peak_bytes, allocator)
+        return _errors(results, references), counted
 
     def formula_bytes(self) -> int:
         """By ``titan_relay.moe.memory``, for all ranks together.
@@ -161,6 +154,18 @@ class Layer:
             self.run()  # waits for the device
             times_ms.append(1e3 * (time.perf_counter() - begin_s))
         return statistics.median(times_ms) if times_ms else None
+
+
+def _errors(results: Sequence[Results], references: Sequence[Reference]) -> dict[str, float]:
+    """The largest over ranks, by result; a NaN stays one."""
+    names = ("out", "dx", "dscores", "dw1", "dw2", "dw3")
+    worst = dict.fromkeys(names, 0.0)
+    for result, wanted in zip(results, references, strict=True):
+        expected = (wanted.out_TD, wanted.dx_TD, wanted.dscores_TK, *wanted.dweights)
+        for name, mine, truth in zip(names, result.tensors(), expected, strict=True):
+            error = relative_error(mine, truth)
+            worst[name] = max(worst[name], error) if error == error else error
+    return worst
 
 
 @contextmanager
@@ -203,8 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             layer = Layer(setting, options)
             references = references or references_of(setting, layer.inputs)
-            errors = layer.errors(references)
-            counted = layer.bytes()
+            errors, counted = layer.measure(references)
             lines.append(_line(ranks, circulate, errors, counted, layer.median_ms(args.iters)))
             where = f"ring of {circulate}, {ranks} ranks"
             faults += [f"error: {where}: {each}" for each in judge(setting, errors, counted)]

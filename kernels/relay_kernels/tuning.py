@@ -14,7 +14,8 @@ tiny problem has several.
 
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,12 +66,37 @@ def tuned_config(kernel: str, arch: str, of_class: str, dtype: torch.dtype) -> T
     return _configs(arch)[_key(kernel, of_class, dtype, arch)]
 
 
+def configurations(arch: str) -> dict[tuple[str, str, str], TunedConfig]:
+    """Every table of ``configs/ARCH.toml`` by kernel, shape class and width."""
+    return dict(_configs(arch))
+
+
+@contextmanager
+def trial(
+    kernel: str, arch: str, of_class: str, dtype: torch.dtype, config: TunedConfig
+) -> Iterator[None]:
+    """Let ``tuned_config`` give ``config`` inside, in this process: for measuring candidates."""
+    configs, key = _configs(arch), (kernel, of_class, _width(dtype))
+    before = configs.get(key)
+    configs[key] = config
+    try:
+        yield
+    finally:
+        del configs[key]
+        if before is not None:
+            configs[key] = before
+
+
 def _key(kernel: str, of_class: str, dtype: torch.dtype, arch: str) -> tuple[str, str, str]:
-    width = f"{dtype.itemsize * 8}bit"
+    width = _width(dtype)
     for name in (of_class, "narrow"):
         if (kernel, name, width) in _configs(arch):
             return kernel, name, width
     raise KeyError(f"{_FOLDER.name}/{arch}.toml has no table [{kernel}.{of_class}.{width}]")
+
+
+def _width(dtype: torch.dtype) -> str:
+    return f"{dtype.itemsize * 8}bit"
 
 
 @functools.cache

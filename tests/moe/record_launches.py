@@ -6,12 +6,13 @@ are recorded instead of made, so results mean nothing.
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 import check_ring
-from relay_kernels import choice
-from relay_kernels.triton import launch, launch_backward, launch_forward
+from relay_kernels import choice, ops_routing
+from relay_kernels.triton import launch, launch_backward, launch_forward, launch_routing
 from titan_relay.moe import RelayOptions
 from titan_relay.moe.warm_up import warm_up
 
@@ -36,9 +37,16 @@ def record(recorded: set[tuple]) -> None:
 
     launch.Launch.run = note
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
-    for module in (launch, launch_forward, launch_backward):
+    for module in (launch, launch_forward, launch_backward, launch_routing):
         module.arch_of = lambda _: ARCH
     choice._why_not = lambda *_: ""
+    routes = launch_routing.route_rows
+
+    def note_and_sort(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        routes(*args)
+        return ops_routing._sorted_rows(*args)  # a layer cannot work on rows that are none
+
+    launch_routing.route_rows = note_and_sort
 
 
 def main() -> int:

@@ -33,10 +33,10 @@ def test_the_layer_is_right_and_its_bytes_are_those_of_the_formula(capsys, devic
     ],
 )
 def test_the_fused_kernels_give_the_same_layer(capsys, device, arguments):
-    """By the interpreter on CPU: very small, yet more than one step, slice and tile."""
-    sizes = ("--tokens", "12", "--dim", "18", "--expert-dim", "17", "--experts", "4")
+    """By the interpreter on CPU: very small, yet more than one step and tile."""
+    sizes = ("--tokens", "9", "--dim", "18", "--expert-dim", "15", "--experts", "4")
     arguments = [*sizes, *arguments, "--kernels", "triton", "--device", device, "--ranks", "2"]
-    arguments += ["--num-slices", "2", "--iters", "0"]
+    arguments += ["--num-slices", "1", "--iters", "0"]
     assert check_ring.main(arguments) == 0, capsys.readouterr().err
 
 

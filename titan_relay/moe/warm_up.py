@@ -22,7 +22,7 @@ from relay_kernels import (
     uses_triton,
 )
 from titan_relay.moe.options import RelayOptions
-from titan_relay.moe.routing import Segment
+from titan_relay.moe.routing import Segment, sort_rows
 from titan_relay.moe.shapes import LayerShape, expert_slices, step_shape, token_slices
 from titan_relay.moe.traffic import Circulation, backward_traffic, forward_traffic
 
@@ -47,6 +47,9 @@ def warm_up(
     if not uses_triton(options.kernels, device, shape.dtype):
         return 0.0
     begin_s = time.perf_counter()
+    slices = token_slices(shape.num_tokens, shape.num_ranks, options)
+    ids_TK = torch.zeros(shape.num_tokens, shape.top_k, dtype=torch.int64, device=device)
+    sort_rows(ids_TK, shape.num_experts, slices, options.kernels)
     for num_experts in _group_sizes(shape, options, forward_traffic(shape, options).circulate):
         _forward(shape, options, device, activation, num_experts)
     for num_experts in _group_sizes(shape, options, backward_traffic(shape, options).circulate):
@@ -84,7 +87,7 @@ class _Rows:
 
 def _weights(shape: LayerShape, device: torch.device, num_experts: int) -> ExpertWeights:
     """Uninitialised: what comes out is thrown away."""
-    sizes = [
+    sizes: list[tuple[int, ...]] = [
         (num_experts, shape.expert_dim, shape.dim),
         (num_experts, shape.dim, shape.expert_dim),
         (num_experts, shape.expert_dim, shape.dim),

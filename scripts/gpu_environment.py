@@ -1,0 +1,30 @@
+"""The machine and the versions that a report is about, as a Markdown table."""
+
+import platform
+
+import torch
+import triton
+
+
+def main() -> None:
+    lines = [
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("triton", triton.__version__),
+        ("CUDA of torch", torch.version.cuda or "none"),
+    ]
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        text = (
+            f"{device.name}, capability {device.major}.{device.minor}, "
+            f"{device.multi_processor_count} multiprocessors, "
+            f"{device.total_memory / 2**30:.1f} GiB"
+        )
+        lines.append((f"device {index}", text))
+    print("| | |\n|---|---|")
+    for name, value in lines:
+        print(f"| {name} | {value} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of ``scripts/bench_kernels.py``: problems, what is compared, how it is timed."""

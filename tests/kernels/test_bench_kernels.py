@@ -1,0 +1,137 @@
+"""The scripts that need a GPU: what they say without one, and that they run from end to end."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench_kernels
+import tune_kernels
+from kernel_bench.compare import _largest_error
+from kernel_bench.search import search
+from relay_kernels.tuning import TunedConfig, trial, tuned_config
+
+ROOT = Path(__file__).resolve().parents[2]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def gpu_check(*arguments, **environment):
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        env={**os.environ, "PYTHON": sys.executable, **environment},
+    )
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("script", "arguments"), [(bench_kernels, []), (tune_kernels, ["--out", "unused.toml"])]
+)
+def test_without_a_gpu_one_line_says_so(capsys, script, arguments):
+    assert script.main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "needs a CUDA device, and there is none; --interpret tries" in lines[0]
+
+
+@without_gpu
+def test_the_check_of_a_gpu_is_refused_without_one(tmp_path):
+    done = gpu_check(tmp_path / "report.md")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "no torch with a CUDA device; --interpret tries the script out" in done.stderr
+
+
+@without_gpu
+def test_the_benchmark_runs_from_end_to_end_by_the_interpreter(capsys, tmp_path):
+    file = tmp_path / "out.json"
+    arguments = ["--interpret", "--preset", "qwen3-30b-a3b", "--json", str(file)]
+    assert bench_kernels.main(arguments) == 0
+    names = [row["name"] for row in json.loads(file.read_text())]
+    assert "| unfused forward |" in capsys.readouterr().out
+    ops = {"up_gate", "down_scatter", "hidden_backward", "dx_scatter", "weight_gradients"}
+    assert {f"op {name}" for name in ops} <= set(names)
+    assert sum(name.startswith("relay ") for name in names) == 4  # two directions, two orders
+
+
+@without_gpu
+def test_tuning_writes_a_whole_configuration_file(tmp_path):
+    file = tmp_path / "interpreter.toml"
+    assert tune_kernels.main(["--interpret", "--kernel", "down", "--out", str(file)]) == 0
+    written = tomllib.loads(file.read_text())
+    own = ROOT / "kernels" / "relay_kernels" / "configs" / "interpreter.toml"
+    for kernel, classes in tomllib.loads(own.read_text()).items():
+        assert written[kernel].keys() >= classes.keys()
+        for name, widths in classes.items():
+            for width, values in widths.items():
+                assert values.items() <= written[kernel][name][width].items()
+
+
+def test_a_trial_ends_with_what_was_there():
+    dtype, before = torch.bfloat16, tuned_config("down", "sm_90", "narrow", torch.bfloat16)
+    with trial("down", "sm_90", "wide", dtype, replace(before, num_warps=16)):
+        assert tuned_config("down", "sm_90", "wide", dtype).num_warps == 16
+        assert tuned_config("down", "sm_90", "narrow", dtype) == before
+    assert tuned_config("down", "sm_90", "narrow", dtype) == before
+    assert tuned_config("down", "sm_90", "wide", dtype).num_warps != 16
+
+
+def test_the_search_finds_the_best_of_independent_parameters():
+    tried = []
+
+    def measure(config):
+        tried.append(config)
+        if config.constexprs["BLOCK_M"] == 256:
+            return None  # does not fit
+        return abs(config.constexprs["BLOCK_M"] - 128) + abs(config.num_warps - 8) + 1.0
+
+    found = search(TunedConfig({"BLOCK_M": 64, "OTHER": 3}, num_warps=4, num_stages=3), measure)
+    assert found.config == TunedConfig({"BLOCK_M": 128, "OTHER": 3}, num_warps=8, num_stages=3)
+    assert (found.begin_ms, found.best_ms) == (69.0, 1.0)
+    keys = [(tuple(each.constexprs.items()), each.num_warps, each.num_stages) for each in tried]
+    assert len(set(keys)) == len(keys)  # compiling is what costs
+
+
+def test_the_search_needs_something_that_runs():
+    with pytest.raises(ValueError, match="does not run"):
+        search(TunedConfig({}), lambda config: None)
+
+
+def test_a_nan_is_the_largest_error():
+    truth = [torch.ones(2), torch.ones(2)]
+    error = _largest_error([torch.tensor([1.0, float("nan")]), torch.tensor([1.5, 1.0])], truth)
+    assert error != error
+
+
+def test_failing_sections_do_not_stop_the_others(tmp_path):
+    report = tmp_path / "new" / "report.md"
+    done = gpu_check("--interpret", report, PYTHON="false")
+    assert done.returncode == 1
+    assert report.read_text().count("| **failed** (1) |") == 5
+    assert "5 sections, 5 not ok" in done.stderr
+
+
+def test_sections_end_in_time(tmp_path):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    done = gpu_check("--interpret", tmp_path / "r.md", PYTHON=str(slow), GPU_CHECK_TOTAL_S="1")
+    assert done.returncode == 1
+    assert (tmp_path / "r.md").read_text().count("| **out of time** |") == 5
+
+
+@pytest.mark.slow
+@without_gpu
+def test_the_whole_check_runs_by_the_interpreter(tmp_path):
+    report = tmp_path / "report.md"
+    done = gpu_check("--interpret", report)
+    assert done.returncode == 0, report.read_text()
+    assert report.read_text().count("| ok |") == 5
