@@ -11,16 +11,15 @@ from relay_kernels.ops_backward import (
     weight_gradients_,
 )
 from relay_kernels.ops_forward import sum_rows_
-from tests.kernels.problem import Problem, assert_close
+from tests.kernels.problem import DEVICE, ROUNDING, Problem, assert_close
 from tests.kernels.true_backward import true_dx, true_hidden_backward, true_weight_gradients
 
-# In float32 the order of D or F sums. For a narrow dtype one rounding of the result; Triton's
-# interpreter cuts bfloat16 off instead, which is twice as much.
+# One rounding of the result for a narrow dtype; in float32 the order of D or F sums.
 FLOAT32_SUM = 1e-6
-BFLOAT16 = 2**-8 if torch.cuda.is_available() else 2**-7
-ROUNDING = {torch.float32: FLOAT32_SUM, torch.bfloat16: BFLOAT16, torch.float16: 2**-11}
-# A token's K parts are rounded one by one as they are added, and cancel.
-DX_TOLERANCE = {dtype: max(FLOAT32_SUM, 3 * ROUNDING[dtype]) for dtype in ROUNDING}
+HIDDEN_TOLERANCE = {torch.float32: FLOAT32_SUM} | ROUNDING
+# A token's K parts, or the parts of a weight's gradient in two chunks, are rounded one by one as
+# they are added, and cancel.
+SUM_TOLERANCE = {torch.float32: FLOAT32_SUM} | {dtype: 3 * one for dtype, one in ROUNDING.items()}
 
 # The interpreter's tiles are 16 wide (hidden_backward's 32) and its groups 2 tiles.
 SHAPES = {
@@ -54,11 +53,18 @@ def weight_gradients(problem, into, hidden, chunk, accumulates, kernels):
     )  # fmt: skip
 
 
-def backward(problem, kernels, max_rows, *, deterministic=False, sum_dtype=torch.float32):
-    """``[dh1, dh3, a]`` of all rows, dscores, dx and the weights' gradients, by chunks."""
-    dx_TD = torch.zeros_like(problem.x_TD)
+def backward(
+    problem, kernels, max_rows, *, deterministic=False, sum_dtype=torch.float32, place=None
+):
+    """``[dh1, dh3, a]`` of all rows, dscores, dx and the weights' gradients, by chunks.
+
+    ``place`` makes other views of the buffers for dx and the weights' gradients.
+    """
+    dx_TD = torch.zeros(problem.num_tokens, problem.dim, dtype=problem.dtype, device=DEVICE)
     dscores_N = problem.empty(problem.num_rows, dtype=torch.float32)
     sums = problem.weights.map(lambda tensor: problem.empty(*tensor.shape, dtype=sum_dtype))
+    if place is not None:
+        dx_TD, sums = place(dx_TD), sums.map(place)
     pieces = []
     for first, last in problem.chunks(max_rows):
         hidden = [problem.empty(max_rows, problem.expert_dim) for _ in range(3)]
@@ -85,16 +91,14 @@ def check(problem, kernels, max_rows, **options):
     hidden, dscores_N, dx_TD, sums = backward(problem, kernels, max_rows, **options)
     *true_hidden, true_dscores_N = true_hidden_backward(problem)
     for name, actual, truth in zip(("dh1", "dh3", "a"), hidden, true_hidden, strict=True):
-        assert_close(actual, truth, ROUNDING[problem.dtype], name)
+        assert_close(actual, truth, HIDDEN_TOLERANCE[problem.dtype], name)
     is_row_N = ~true_dscores_N.isnan()
     assert_close(dscores_N[is_row_N], true_dscores_N[is_row_N], FLOAT32_SUM, "dscores")
     assert dscores_N[~is_row_N].isnan().all(), "a score gradient of nobody's row"
-    assert_close(dx_TD, true_dx(problem, *hidden[:2]), DX_TOLERANCE[problem.dtype], "dx")
+    assert_close(dx_TD, true_dx(problem, *hidden[:2]), SUM_TOLERANCE[problem.dtype], "dx")
     truths = true_weight_gradients(problem, *hidden)
     for index, (actual, truth) in enumerate(zip(sums.tensors(), truths, strict=True)):
-        # Into a narrow buffer each chunk's sum is rounded as it is added.
-        tolerance = DX_TOLERANCE[actual.dtype]
-        assert_close(actual, truth, tolerance, f"weight gradient {index}")
+        assert_close(actual, truth, SUM_TOLERANCE[actual.dtype], f"weight gradient {index}")
 
 
 @IMPLEMENTATIONS

@@ -208,7 +208,7 @@ def weight_gradient_kernel(
         n_N = n_start + tl.arange(0, BLOCK_N)
         start, end = chunk_bounds(offsets_ptr, first, last, expert)
         k_K = tl.arange(0, BLOCK_K)
-        left_M = m_M.to(tl.int64)[None, :] * stride_left_m
+        left_M = m_M.to(tl.int64)[:, None] * stride_left_m
         right_N = n_N.to(tl.int64)[None, :] * stride_right_n
         dw_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         dw_b_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -220,20 +220,20 @@ def weight_gradient_kernel(
             next_i = i + BLOCK_K
             row_K = tl.load(rows_ptr + next_i + k_K, mask=k_K < end - next_i, other=0)
             r_K = i - first + k_K
-            left_K = (token_K if GATHERS_LEFT else r_K).to(tl.int64)[:, None] * stride_left_r
+            left_K = (token_K if GATHERS_LEFT else r_K).to(tl.int64)[None, :] * stride_left_r
             right_K = (r_K if GATHERS_LEFT else token_K).to(tl.int64)[:, None] * stride_right_r
-            is_left_KM = is_row_K[:, None]
+            is_left_MK = is_row_K[None, :]
             if not EVEN_M:
-                is_left_KM = is_left_KM & (m_M < num_left)[None, :]
+                is_left_MK = is_left_MK & (m_M < num_left)[:, None]
             is_right_KN = is_row_K[:, None]
             if not EVEN_N:
                 is_right_KN = is_right_KN & (n_N < num_right)[None, :]
-            left = tl.load(left_ptr + left_K + left_M, mask=is_left_KM, other=0.0)
+            left = tl.load(left_ptr + left_K + left_M, mask=is_left_MK, other=0.0)
             right = tl.load(right_ptr + right_K + right_N, mask=is_right_KN, other=0.0)
-            dw_MN = product(left.T, right, dw_MN, INPUT_PRECISION)
+            dw_MN = product(left, right, dw_MN, INPUT_PRECISION)
             if dw_b_ptr is not None:
-                left_b = tl.load(left_b_ptr + left_K + left_M, mask=is_left_KM, other=0.0)
-                dw_b_MN = product(left_b.T, right, dw_b_MN, INPUT_PRECISION)
+                left_b = tl.load(left_b_ptr + left_K + left_M, mask=is_left_MK, other=0.0)
+                dw_b_MN = product(left_b, right, dw_b_MN, INPUT_PRECISION)
 
         stored, added = extents(num_left, offsets_ptr, first, expert, end > start, ACCUMULATES)
         n_P = n_start + tl.arange(0, BLOCK_N // 2**SPLITS)
