@@ -108,6 +108,7 @@ def test_what_a_file_leaves_out_is_the_default_of_its_class(
         ({"attention_bias": True}, "attention_bias = True"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type = 'yarn'"),
         ({"rope_parameters": {"type": "linear", "rope_theta": 1e6}}, "rope_type = 'linear'"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
     ],

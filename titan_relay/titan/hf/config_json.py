@@ -74,6 +74,11 @@ def model_of(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"{' or '.join(repr(each) for each in allowed)}"
             )
     _refuse_window(flat, architecture)
+    if flat.get("partial_rotary_factor") not in (None, 1):
+        raise HfError(
+            f"config.json: partial_rotary_factor = {flat['partial_rotary_factor']}: every family "
+            "rotates whole heads"
+        )
     values = {"family": architecture.family, **architecture.fixed}
     for key in architecture.keys:
         values[key.toml] = _read(key, flat)
