@@ -59,7 +59,7 @@ def test_every_kind_of_fault_is_found():
 
 # One configuration per kind of layer; `make check-kernels` compiles all of them.
 def test_our_kernels_are_fit():
-    done = check("--arch", "sm_90,sm_100", "--dtype", "bfloat16", "--only", "/narrow/")
+    done = check("--dtype", "bfloat16", "--only", "/narrow/")
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
 
