@@ -1,0 +1,239 @@
+"""The experts of one rank on a CPU: relay_kernels' PyTorch steps against ``torch._grouped_mm``.
+
+    python scripts/bench_cpu_experts.py
+
+The other side is what a layer over ``torch._grouped_mm`` does: gather the routed rows, two grouped
+products, SwiGLU, a grouped product, scores, sum per token; its backward is autograd's. The relay's
+backward starts from the inputs alone, so the other backward recomputes its forward, too.
+
+Times are CPU time of one thread (of a shared machine the wall says little), the least of several
+interleaved rounds. Where ``torch._grouped_mm`` refuses a shape, the table says so. Both sides are
+compared with each other first. The table goes to standard output as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from relay_kernels import (
+    ExpertWeights,
+    Gradients,
+    Segment,
+    StepShape,
+    SwiGLU,
+    backward_experts_,
+    backward_workspace,
+    forward_experts_,
+    forward_workspace,
+)
+
+CPU = torch.device("cpu")
+ROWS_PER_STEP = 512  # what the trainer takes on a CPU
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COLUMNS = [
+    *("dtype", "T", "D", "F", "E", "K", "skew"),
+    *("forward, ms", "grouped", "ratio", "backward, ms", "grouped", "ratio"),
+]
+# T tokens, D, F, E experts, K choices, Zipf exponent of the routing.
+SHAPES = [
+    (1024, 256, 128, 32, 8, 0),
+    (1024, 256, 128, 32, 8, 2),
+    (1024, 256, 512, 32, 2, 0),
+    (512, 512, 192, 64, 8, 0),
+    (64, 256, 128, 32, 2, 0),
+    (1024, 512, 1792, 8, 2, 0),
+    (1024, 512, 1792, 8, 2, 2),
+    (512, 1024, 384, 32, 4, 0),
+    (512, 250, 90, 7, 3, 0),
+]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's inputs and routing. T tokens, K top-k, N = T * K rows, D, F, E as usual."""
+
+    x_TD: torch.Tensor
+    scores_TK: torch.Tensor
+    dout_TD: torch.Tensor
+    weights: ExpertWeights
+    rows_N: torch.Tensor
+    bounds: list[int]
+
+    @staticmethod
+    def make(shape: tuple[int, ...], dtype: torch.dtype) -> Layer:
+        tokens, dim, hidden, experts, top_k, skew = shape
+        random = torch.Generator().manual_seed(0)
+
+        def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(size, generator=random) * scale).to(dtype)
+
+        noise = -torch.log(-torch.log(torch.rand(tokens, experts, generator=random)))
+        liking = -skew * torch.log(torch.arange(1, experts + 1).float())
+        ids_N = (liking + noise).topk(top_k, 1).indices.flatten()
+        counts = torch.bincount(ids_N, minlength=experts).tolist()
+        return Layer(
+            normal(tokens, dim),
+            torch.rand(tokens, top_k, generator=random),
+            normal(tokens, dim),
+            ExpertWeights(
+                normal(experts, hidden, dim, scale=dim**-0.5),
+                normal(experts, dim, hidden, scale=hidden**-0.5),
+                normal(experts, hidden, dim, scale=dim**-0.5),
+            ),
+            torch.sort(ids_N, stable=True).indices.to(torch.int32),
+            list(itertools.accumulate(counts, initial=0)),
+        )
+
+    @property
+    def segments(self) -> list[Segment]:
+        return list(itertools.pairwise(self.bounds))
+
+    def step_shape(self) -> StepShape:
+        _, hidden, dim = self.weights.w1_gFD.shape
+        rows = min(ROWS_PER_STEP, self.x_TD.shape[0])
+        return StepShape(rows, dim, hidden, self.x_TD.dtype, CPU, kernels="torch")
+
+
+def relay_forward(layer: Layer) -> torch.Tensor:
+    out_TD = torch.zeros_like(layer.x_TD)
+    forward_experts_(
+        out_TD,
+        layer.x_TD,
+        layer.scores_TK,
+        layer.rows_N,
+        layer.segments,
+        layer.weights,
+        SwiGLU(),
+        forward_workspace(layer.step_shape()),
+    )
+    return out_TD
+
+
+def relay_backward(layer: Layer) -> list[torch.Tensor]:
+    weights = layer.weights
+    dweights = weights.empty_like(weights.num_experts)
+    dx_TD, dscores_TK = torch.zeros_like(layer.x_TD), torch.zeros_like(layer.scores_TK)
+    backward_experts_(
+        Gradients(dx_TD, dscores_TK, dweights),
+        layer.dout_TD,
+        layer.x_TD,
+        layer.scores_TK,
+        layer.rows_N,
+        layer.segments,
+        weights,
+        SwiGLU(),
+        backward_workspace(layer.step_shape(), layer.x_TD.dtype),
+    )
+    return [dx_TD, dscores_TK, *dweights.tensors()]
+
+
+def grouped_forward(
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    layer: Layer,
+) -> torch.Tensor:
+    offsets_E = torch.tensor(layer.bounds[1:], dtype=torch.int32)
+    row_N = layer.rows_N.long()
+    token_N = row_N // scores_TK.shape[1]
+    x_ND = x_TD[token_N]
+    gate_NF = torch._grouped_mm(x_ND, w1_EFD.transpose(1, 2), offs=offsets_E)
+    up_NF = torch._grouped_mm(x_ND, w3_EFD.transpose(1, 2), offs=offsets_E)
+    a_NF = torch.nn.functional.silu(gate_NF) * up_NF
+    y_ND = torch._grouped_mm(a_NF, w2_EDF.transpose(1, 2), offs=offsets_E)
+    y_ND = (y_ND.float() * scores_TK.flatten()[row_N, None]).to(x_TD.dtype)
+    return torch.zeros_like(x_TD).index_add(0, token_N, y_ND)
+
+
+def grouped_backward(layer: Layer) -> list[torch.Tensor]:
+    inputs = [layer.x_TD, layer.scores_TK, *layer.weights.tensors()]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out_TD = grouped_forward(leaves[0], leaves[1], leaves[2], leaves[3], leaves[4], layer)
+    return list(torch.autograd.grad(out_TD, leaves, layer.dout_TD))
+
+
+def check_same(left: list[torch.Tensor], right: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """Both sides compute the same: to 1e-4 in float32, to a few roundings in bfloat16."""
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    for mine, theirs in zip(left, right, strict=True):
+        error = (mine.double() - theirs.double()).abs().max() / theirs.double().abs().max()
+        if error > tolerance:
+            sys.exit(f"error: the two sides differ by {error:.1e}, more than {tolerance}")
+
+
+def least_ms(functions: list[Callable[[], object]], rounds: int) -> list[float]:
+    """The least CPU time of each, in milliseconds; a round calls all of them."""
+    times: list[list[float]] = [[] for _ in functions]
+    for round_index in range(rounds + 1):
+        for function, taken in zip(functions, times, strict=True):
+            start = time.thread_time()
+            function()
+            if round_index > 0:  # the first warms up
+                taken.append(1e3 * (time.thread_time() - start))
+    return [min(taken) for taken in times]
+
+
+def row(shape: tuple[int, ...], name: str, rounds: int) -> str:
+    """One line of the table."""
+    layer = Layer.make(shape, DTYPES[name])
+    tensors = [layer.x_TD, layer.scores_TK, *layer.weights.tensors()]
+
+    def grouped() -> torch.Tensor:
+        return grouped_forward(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], layer)
+
+    title = f"| {name} | {' | '.join(str(size) for size in shape)} |"
+    try:
+        reference = [grouped()]
+    except RuntimeError as refusal:
+        if "stride" not in str(refusal):
+            raise
+        forward, backward = (
+            least_ms([lambda run=run: run(layer)], rounds)[0]  # type: ignore[misc]
+            for run in (relay_forward, relay_backward)
+        )
+        return f"{title} {forward:.1f} | refused | | {backward:.1f} | refused | |"
+    check_same([relay_forward(layer)], reference, layer.x_TD.dtype)
+    check_same(relay_backward(layer), grouped_backward(layer), layer.x_TD.dtype)
+    forward, other = least_ms([lambda: relay_forward(layer), grouped], rounds)
+    backward, other_backward = least_ms(
+        [lambda: relay_backward(layer), lambda: grouped_backward(layer)], rounds
+    )
+    return (
+        f"{title} {forward:.1f} | {other:.1f} | {other / forward:.2f} "
+        f"| {backward:.1f} | {other_backward:.1f} | {other_backward / backward:.2f} |"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per shape")
+    parser.add_argument(
+        "--shape", type=int, nargs=6, metavar=("T", "D", "F", "E", "K", "SKEW"), help="only this"
+    )
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    shapes = [tuple(args.shape)] if args.shape else SHAPES
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|" + "---|" * len(COLUMNS))
+    started = time.monotonic()
+    runs = [(shape, name) for name in DTYPES for shape in shapes]
+    for index, (shape, name) in enumerate(runs):
+        print(row(shape, name, args.rounds), flush=True)
+        elapsed = time.monotonic() - started
+        left = elapsed / (index + 1) * (len(runs) - index - 1)
+        print(f"{index + 1} of {len(runs)}, about {left:.0f} s to go", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
