@@ -15,6 +15,7 @@ dimension, F expert hidden dimension, g experts held together.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +24,7 @@ from relay_kernels.forward_step import (
     Part,
     Segment,
     add_rows_,
+    by_part,
     products_,
     steps,
     store_,
@@ -31,6 +33,22 @@ from relay_kernels.forward_step import (
 from relay_kernels.gradients import Gradients
 from relay_kernels.weights import ExpertWeights
 from relay_kernels.workspace import BackwardWorkspace
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """Each expert's matrices, cut out once for all steps."""
+
+    w1: Sequence[torch.Tensor]
+    w2: Sequence[torch.Tensor]
+    w3: Sequence[torch.Tensor]
+    w1_transposed: Sequence[torch.Tensor]
+    w3_transposed: Sequence[torch.Tensor]
+
+    @staticmethod
+    def of(weights: ExpertWeights) -> "_Matrices":
+        w1, w2, w3 = weights.w1_gFD, weights.w2_gDF, weights.w3_gFD
+        return _Matrices(w1.unbind(0), w2.unbind(0), w3.unbind(0), transposed(w1), transposed(w3))
 
 
 def step_backward_experts_(
@@ -49,26 +67,24 @@ def step_backward_experts_(
     top_k = scores_TK.shape[1]
     if gradients.weights is not None and not gradients.accumulate_weights:
         _zero_experts_without_rows(gradients.weights, segments)
+    matrices = _Matrices.of(weights)
     for first, last, parts in steps(segments, workspace.max_rows):
         row_n, token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
         num_rows = last - first
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         g_nD = torch.index_select(dout_TD, 0, token_n, out=workspace.g_RD[:num_rows])
         dh1_nF, dh3_nF, a_nF = _hidden_gradients(
-            gradients, x_nD, g_nD, row_n, score_n1, weights, parts, activation, workspace
+            gradients, x_nD, g_nD, row_n, score_n1, weights, matrices, parts, activation, workspace
         )
         if gradients.weights is not None:
-            for part in parts:
+            step = (dh1_nF, dh3_nF, a_nF, x_nD, g_nD, score_n1)
+            for part, *operands in by_part(parts, *step):
                 accumulate = gradients.accumulate_weights or not part.begins
-                step = (dh1_nF, dh3_nF, a_nF, x_nD, g_nD, score_n1)
-                operands = [tensor[part.rows] for tensor in step]
                 _weight_gradients_(gradients.weights, part.expert, accumulate, operands, workspace)
         if gradients.dx_TD is not None:
-            for part in parts:
-                dx_pD = torch.mm(
-                    dh1_nF[part.rows], weights.w1_gFD[part.expert], out=g_nD[part.rows]
-                )
-                dx_pD.addmm_(dh3_nF[part.rows], weights.w3_gFD[part.expert])
+            for part, dh1, dh3, dx in by_part(parts, dh1_nF, dh3_nF, g_nD):
+                torch.mm(dh1, matrices.w1[part.expert], out=dx)
+                dx.addmm_(dh3, matrices.w3[part.expert])
             add_rows_(gradients.dx_TD, token_n, g_nD, parts)
 
 
@@ -79,6 +95,7 @@ def _hidden_gradients(
     row_n: torch.Tensor,
     score_n1: torch.Tensor,
     weights: ExpertWeights,
+    matrices: _Matrices,
     parts: Sequence[Part],
     activation: SwiGLU,
     workspace: BackwardWorkspace,
@@ -89,9 +106,9 @@ def _hidden_gradients(
     """
     num_rows, hidden = x_nD.shape[0], workspace.hidden
     h1_nF, h3_nF, u_nF = hidden.wide(num_rows)
-    products_(h1_nF, x_nD, transposed(weights.w1_gFD), weights.b1_gF, parts)
-    products_(h3_nF, x_nD, transposed(weights.w3_gFD), weights.b3_gF, parts)
-    products_(u_nF, g_nD, weights.w2_gDF.unbind(0), None, parts)
+    products_(h1_nF, x_nD, matrices.w1_transposed, weights.b1_gF, parts)
+    products_(h3_nF, x_nD, matrices.w3_transposed, weights.b3_gF, parts)
+    products_(u_nF, g_nD, matrices.w2, None, parts)
     dscore_n = workspace.dscore_R[:num_rows]
     for rows in hidden.blocks(num_rows):
         block = hidden.load(h1_nF[rows], h3_nF[rows], u_nF[rows])

@@ -9,6 +9,7 @@ dimension, F expert hidden dimension, g experts held together.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -109,13 +110,17 @@ def products_(
     parts: Sequence[Part],
 ) -> None:
     """``out = left right[expert] + bias[expert]``, part by part."""
-    for part in parts:
-        rows = part.rows
+    for part, left, out in by_part(parts, left_nA, out_nB):
         if bias_gB is None:
-            torch.mm(left_nA[rows], right[part.expert], out=out_nB[rows])
+            torch.mm(left, right[part.expert], out=out)
         else:
-            bias_B = bias_gB[part.expert]
-            torch.addmm(bias_B, left_nA[rows], right[part.expert], out=out_nB[rows])
+            torch.addmm(bias_gB[part.expert], left, right[part.expert], out=out)
+
+
+def by_part(parts: Sequence[Part], *tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """``(part, its rows of each tensor ...)``; one call cuts a tensor for all parts."""
+    sizes = [part.rows.stop - part.rows.start for part in parts]
+    return zip(parts, *(tensor.split(sizes) for tensor in tensors), strict=True)
 
 
 def store_(target: torch.Tensor, value: torch.Tensor) -> None:

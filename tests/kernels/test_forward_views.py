@@ -36,6 +36,13 @@ def test_sizes_that_no_tile_or_vector_divides(sizes):
     check(Problem((rows,), rows, 1, dim, expert_dim, dtype=torch.bfloat16), "triton", 100)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_descriptors_stop_at_every_edge(deterministic):
+    # Weights of 16-byte rows go by descriptors; no size is a multiple of 16 elements.
+    problem = Problem((17, 0, 3), 17, 2, 24, 40, dtype=torch.bfloat16, has_biases=True)
+    check(problem, "triton", 13, deterministic)
+
+
 @pytest.mark.slow
 def test_a_thousand_rows_of_odd_sizes():
     check(Problem((999, 1000), 1000, 2, 1001, 999), "triton", 1024)

@@ -5,6 +5,7 @@ model dimension, F expert hidden dimension, g experts, M x N x K a tile's rows, 
 
 Loads beyond an edge repeat the last row or column, whose results are not stored; along the summed
 dimension they give zero. All strides are the tensors' own, so that any view is a valid operand.
+With ``DESCRIPTORS`` the weights are tensor descriptors, whose loads give zero beyond every edge.
 """
 
 import triton
@@ -22,6 +23,12 @@ from relay_kernels.triton.common import (
 # Values that change from call to call must not lead to a compilation each.
 _CHANGING = ["first", "last", "num_experts"]
 _UNALIGNED = ["rows_ptr", "offsets_ptr", "scores_ptr", "positions_ptr"]
+
+
+@triton.jit
+def load_depth(pointers, is_inside, EVEN_K: tl.constexpr):
+    """A tile along the summed dimension: zero past its end, if it has one within a tile."""
+    return tl.load(pointers) if EVEN_K else tl.load(pointers, mask=is_inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -63,6 +70,7 @@ def up_gate_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     """``a[i - first] = act(W1 x[rows[i] // K] + b1, W3 x[rows[i] // K] + b3)``."""
     ends_G = row_tile_ends(offsets_ptr, first, last, num_experts, EXPERTS, BLOCK_M)
@@ -78,10 +86,11 @@ def up_gate_kernel(
         token_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32) // TOP_K
         inside_N = tl.minimum(f_N, expert_dim - 1).to(tl.int64)
         x_MK = x_ptr + token_M.to(tl.int64)[:, None] * stride_xt + d_K[None, :] * stride_xd
-        w1_KN = w1_ptr + expert.to(tl.int64) * stride_w1e
-        w1_KN += inside_N[None, :] * stride_w1f + d_K[:, None] * stride_w1d
-        w3_KN = w3_ptr + expert.to(tl.int64) * stride_w3e
-        w3_KN += inside_N[None, :] * stride_w3f + d_K[:, None] * stride_w3d
+        if not DESCRIPTORS:
+            w1_KN = w1_ptr + expert.to(tl.int64) * stride_w1e
+            w1_KN += inside_N[None, :] * stride_w1f + d_K[:, None] * stride_w1d
+            w3_KN = w3_ptr + expert.to(tl.int64) * stride_w3e
+            w3_KN += inside_N[None, :] * stride_w3f + d_K[:, None] * stride_w3d
         h1_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         h3_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if b1_ptr is not None:
@@ -90,18 +99,19 @@ def up_gate_kernel(
             h1_MN += b1_N.to(tl.float32)[None, :]
             h3_MN += b3_N.to(tl.float32)[None, :]
         for d in range(0, dim, BLOCK_K):
-            if EVEN_K:
-                x, w1, w3 = tl.load(x_MK), tl.load(w1_KN), tl.load(w3_KN)
+            x = load_depth(x_MK, (d_K < dim - d)[None, :], EVEN_K)
+            if DESCRIPTORS:
+                w1 = w1_ptr.load([expert, column * BLOCK_N, d]).reshape(BLOCK_N, BLOCK_K).T
+                w3 = w3_ptr.load([expert, column * BLOCK_N, d]).reshape(BLOCK_N, BLOCK_K).T
             else:
-                is_inside_K = d_K < dim - d
-                x = tl.load(x_MK, mask=is_inside_K[None, :], other=0.0)
-                w1 = tl.load(w1_KN, mask=is_inside_K[:, None], other=0.0)
-                w3 = tl.load(w3_KN, mask=is_inside_K[:, None], other=0.0)
+                w1 = load_depth(w1_KN, (d_K < dim - d)[:, None], EVEN_K)
+                w3 = load_depth(w3_KN, (d_K < dim - d)[:, None], EVEN_K)
             h1_MN = product(x, w1, h1_MN, INPUT_PRECISION)
             h3_MN = product(x, w3, h3_MN, INPUT_PRECISION)
             x_MK += BLOCK_K * tl.cast(stride_xd, tl.int64)
-            w1_KN += BLOCK_K * tl.cast(stride_w1d, tl.int64)
-            w3_KN += BLOCK_K * tl.cast(stride_w3d, tl.int64)
+            if not DESCRIPTORS:
+                w1_KN += BLOCK_K * tl.cast(stride_w1d, tl.int64)
+                w3_KN += BLOCK_K * tl.cast(stride_w3d, tl.int64)
         a_MN = swiglu(h1_MN, h3_MN, ALPHA, LIMIT, UP_OFFSET)
         out_MN = a_ptr + (i_M - first).to(tl.int64)[:, None] * stride_ar + f_N[None, :]
         is_stored_MN = (i_M < end)[:, None] & (f_N < expert_dim)[None, :]
@@ -139,6 +149,7 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
     """``y = scores[rows[i]] * (W2 a[i - first] + b2)``, summed into ``out[rows[i] // K]``.
 
@@ -158,22 +169,23 @@ def down_kernel(
         r_M = (tl.minimum(i_M, end - 1) - first).to(tl.int64)
         inside_N = tl.minimum(d_N, dim - 1).to(tl.int64)
         a_MK = a_ptr + r_M[:, None] * stride_ar + f_K[None, :]
-        w2_KN = w2_ptr + expert.to(tl.int64) * stride_w2e
-        w2_KN += inside_N[None, :] * stride_w2d + f_K[:, None] * stride_w2f
+        if not DESCRIPTORS:
+            w2_KN = w2_ptr + expert.to(tl.int64) * stride_w2e
+            w2_KN += inside_N[None, :] * stride_w2d + f_K[:, None] * stride_w2f
         y_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if b2_ptr is not None:
             b2_N = tl.load(b2_ptr + expert.to(tl.int64) * stride_b2e + inside_N * stride_b2d)
             y_MN += b2_N.to(tl.float32)[None, :]
         for f in range(0, expert_dim, BLOCK_K):
-            if EVEN_K:
-                a, w2 = tl.load(a_MK), tl.load(w2_KN)
+            a = load_depth(a_MK, (f_K < expert_dim - f)[None, :], EVEN_K)
+            if DESCRIPTORS:
+                w2 = w2_ptr.load([expert, column * BLOCK_N, f]).reshape(BLOCK_N, BLOCK_K).T
             else:
-                is_inside_K = f_K < expert_dim - f
-                a = tl.load(a_MK, mask=is_inside_K[None, :], other=0.0)
-                w2 = tl.load(w2_KN, mask=is_inside_K[:, None], other=0.0)
+                w2 = load_depth(w2_KN, (f_K < expert_dim - f)[:, None], EVEN_K)
             y_MN = product(a, w2, y_MN, INPUT_PRECISION)
             a_MK += BLOCK_K
-            w2_KN += BLOCK_K * tl.cast(stride_w2f, tl.int64)
+            if not DESCRIPTORS:
+                w2_KN += BLOCK_K * tl.cast(stride_w2f, tl.int64)
         row_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32)
         score_M = tl.load(scores_ptr + row_M).to(tl.float32)
         y_MN *= score_M[:, None]

@@ -1,10 +1,11 @@
 """One launch of a kernel: its arguments and configuration, to run here or to compile elsewhere."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from relay_kernels.activation import SwiGLU
 from relay_kernels.choice import is_interpreted
@@ -63,7 +64,7 @@ class Launch:
                 continue
             signature[argument] = _triton_type(value)
             aligns = specialises and not parameter.do_not_specialize_on_alignment
-            if aligns and not isinstance(value, float) and _is_divisible(value):
+            if aligns and isinstance(value, int | torch.Tensor) and _is_divisible(value):
                 divisible.append(argument)
         return KernelVariant(
             name,
@@ -80,6 +81,8 @@ class Launch:
 def _triton_type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"*{_TRITON_TYPES[value.dtype]}"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TRITON_TYPES[value.base.dtype]}{list(value.block_shape)}>"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -89,6 +92,34 @@ def _is_divisible(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return True  # a fresh allocation is
     return value % _ALIGNMENT == 0
+
+
+def weights_arguments(
+    weights: Mapping[str, torch.Tensor], block: tuple[str, str], config: TunedConfig
+) -> tuple[dict[str, Any], TunedConfig]:
+    """Weights as the kernel takes them, and the configuration that says how: ``DESCRIPTORS``.
+
+    With descriptors the copy engine fetches tiles of ``(1, *block)``, and no thread computes their
+    addresses. That takes rows that adjoin within and begin at multiples of 16 bytes; other views
+    go by pointers.
+    """
+    wanted = bool(config.constexprs.get("DESCRIPTORS", False))
+    uses = wanted and all(_is_describable(tensor) for tensor in weights.values())
+    config = replace(config, constexprs={**config.constexprs, "DESCRIPTORS": uses})
+    if not uses:
+        return dict(weights), config
+    shape = [1, *(int(config.constexprs[name]) for name in block)]
+    described = {
+        name: TensorDescriptor.from_tensor(tensor, shape) for name, tensor in weights.items()
+    }
+    return described, config
+
+
+def _is_describable(tensor: torch.Tensor) -> bool:
+    *outer, innermost = tensor.stride()
+    if innermost != 1 or tensor.data_ptr() % _ALIGNMENT or tensor.numel() == 0:
+        return False
+    return all(stride * tensor.element_size() % _ALIGNMENT == 0 for stride in outer)
 
 
 def config_for(

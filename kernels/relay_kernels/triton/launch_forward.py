@@ -22,6 +22,7 @@ from relay_kernels.triton.launch import (
     num_programs,
     power_of_2,
     strides,
+    weights_arguments,
 )
 from relay_kernels.triton.registry import KernelVariant
 from relay_kernels.triton.sum_rows import sum_rows_kernel
@@ -85,13 +86,15 @@ def up_gate_launch(
 ) -> Launch:
     assert a_RF.stride(1) == 1
     expert_dim, dim = w1_gFD.shape[1:]
+    weights, config = weights_arguments(
+        {"w1_ptr": w1_gFD, "w3_ptr": w3_gFD}, ("BLOCK_N", "BLOCK_K"), config
+    )
     return Launch(
         up_gate_kernel,
         {
             "a_ptr": a_RF,
             "x_ptr": x_TD,
-            "w1_ptr": w1_gFD,
-            "w3_ptr": w3_gFD,
+            **weights,
             "b1_ptr": b1_gF,
             "b3_ptr": b3_gF,
             **chunk_arguments(chunk),
@@ -129,6 +132,7 @@ def down_launch(
     assert into.stride(1) == 1
     assert scores_N.is_contiguous()
     dim, expert_dim = w2_gDF.shape[1:]
+    weights, config = weights_arguments({"w2_ptr": w2_gDF}, ("BLOCK_N", "BLOCK_K"), config)
     return Launch(
         down_kernel,
         {
@@ -136,7 +140,7 @@ def down_launch(
             "positions_ptr": positions_N,
             "a_ptr": a_RF,
             "scores_ptr": scores_N,
-            "w2_ptr": w2_gDF,
+            **weights,
             "b2_ptr": b2_gD,
             **chunk_arguments(chunk),
             "dim": dim,
