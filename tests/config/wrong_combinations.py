@@ -64,12 +64,6 @@ COMBINATIONS = [
         ),
     ),
     Wrong(
-        "automatic retention without a budget",
-        'case.toml: attention_retention.budget_gib = "none" (default): mode = "auto" spends it; '
-        "give a number of GiB per rank",
-        toml='[attention_retention]\nmode = "auto"',
-    ),
-    Wrong(
         "budget that nobody spends",
         "case.toml: attention_retention.budget_gib = 2.0: needs attention_retention.mode = "
         '"auto"; leave it out',

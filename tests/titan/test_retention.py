@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.distributed import run_ranks
 from tests.titan.retention import QWEN3_RATIOS, relay_model
+from tests.titan.runs import a_run, config_file, trainer_of, write_data
 from tests.titan.tiny import TINY, apply_model, row_positions, tiny_config
 from titan_relay.memory import LiveBytes
 from titan_relay.memory.host_inputs import HostInputs, _Kept
 from titan_relay.memory.host_memory import HostBuffers
+from titan_relay.memory.retention import plan_retention
 from titan_relay.moe import relay_checkpoint
 from titan_relay.titan.attention import prepare_cpu_batch
-from titan_relay.titan.retention_plan import Microbatch, layer_costs
+from titan_relay.titan.retention_plan import Microbatch, Seconds, layer_costs
 
 LEVELS = ("recompute", "output", "full")
 NUM_ROWS, SEQ_LEN = 2, 32
@@ -215,3 +219,46 @@ def test_host_buffers_are_reused_within_their_budget() -> None:
     assert buffers.take(60) is first
     assert buffers.take(40) is not None
     assert buffers.allocated_bytes == 100
+
+
+def choices(folder: str) -> dict[str, tuple[list[str], int, bool]]:
+    """In a rank: for budgets, the levels and bytes after three steps, and whether it measured."""
+    budgets = {"auto": "auto", "two outputs": 2 * 8 * 64 * (32 + 4) * 4 / 2**30, "none": 0.0}
+    found = {}
+    for name, budget in budgets.items():
+        settings = {
+            "training__steps": 3,
+            "training__local_batch_size": 8,
+            "attention_retention__mode": "auto",
+            "attention_retention__budget_gib": budget,
+        }
+        trainer = trainer_of(Path(folder), a_run(name, **settings))
+        trainer.train()
+        plan = trainer.retention.plan
+        found[name] = [*plan.levels.values()], plan.num_bytes, plan.seconds > 0
+        trainer.close()
+    return found
+
+
+def test_auto_spends_its_budget_after_measuring(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    config_file(tmp_path)
+    found = run_ranks(choices, 1, str(tmp_path))[0]
+    levels, _, measured = found["auto"]
+    assert levels == ["full", "full"]  # this model is nothing beside the memory of any machine
+    assert measured
+    _, num_bytes, _ = found["two outputs"]
+    assert 0 < num_bytes <= 2 * 8 * 64 * (32 + 4) * 4
+    assert found["none"] == (["recompute", "recompute"], 0, False)
+
+
+def test_measured_times_decide() -> None:
+    shapes = relay_model(TINY, ("recompute",) * 2).levels.shapes
+    slow_kernel, slow_projections = Seconds(1.0, 0.01), Seconds(0.01, 1.0)
+    for measured, expected in (
+        (slow_kernel, ["output", "output"]),
+        (slow_projections, ["full", "recompute"]),
+    ):
+        costs = layer_costs(shapes, TINY_BATCH, measured)
+        plan = plan_retention(costs, costs[0].bytes_at("full"))
+        assert [*plan.levels.values()] == expected

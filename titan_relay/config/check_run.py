@@ -96,19 +96,13 @@ def _check_retention(config: RunConfig, sources: Sources) -> None:
             retention.mode,
             "attention_retention.layers is given too; give one of them",
         )
-    if retention.mode == "auto" and retention.budget_gib is None:
-        raise sources.error(
-            "attention_retention.budget_gib",
-            None,
-            'mode = "auto" spends it; give a number of GiB per rank',
-        )
     if (retention.block_inputs == "host") != (retention.host_budget_gib is not None):
         raise sources.error(
             "attention_retention.host_budget_gib",
             retention.host_budget_gib,
             'goes together with attention_retention.block_inputs = "host"; give both or neither',
         )
-    if retention.mode != "auto" and retention.budget_gib is not None:
+    if retention.mode != "auto" and retention.budget_gib != "auto":
         raise sources.error(
             "attention_retention.budget_gib",
             retention.budget_gib,

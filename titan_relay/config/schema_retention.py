@@ -25,8 +25,13 @@ class AttentionRetentionConfig:
     """A level for every layer of the model, first to last, such as the list that a run with mode =
     "auto" logs. none: mode decides."""
 
-    budget_gib: float | None = option(None, at_least=0, titan="")
-    """For mode = "auto": GiB per rank that may be spent on what levels output and full keep."""
+    budget_gib: float | Literal["auto"] = option("auto", at_least=0, titan="")
+    """For mode = "auto": GiB per rank that may be spent on what levels output and full keep. auto:
+    what the peak of the second step leaves of the memory, less safety_margin; until then nothing
+    is kept."""
+
+    safety_margin: float = option(0.1, at_least=0, below=1, titan="")
+    """For budget_gib = "auto": share of the memory that stays free."""
 
     block_inputs: Literal["device", "host"] = option("device", titan="")
     """Where each block's input waits for backward. host: in host memory, pinned beside a GPU;

@@ -32,6 +32,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
+from titan_relay.memory.call_clock import CallClock
 from titan_relay.memory.storages import is_wrapper, plain_tensors
 
 ContextFn = Callable[
@@ -43,12 +44,14 @@ ContextFn = Callable[
 class _Frame:
     """One forward of one checkpointed block, and its recompute.
 
-    kinds: the kinds of calls that are kept. outputs, decisions: what is kept, in order.
+    kinds: the kinds of calls that are kept. clock: times calls of the forward.
+    outputs, decisions: what is kept, in order.
     made: by number of a call that is not kept, what its rerun in the recompute saved besides its
     inputs; backward takes it from there. origins: where results of `rebuilt` come from.
     """
 
     kinds: frozenset[str]
+    clock: CallClock | None
     recomputing: bool = False
     outputs: list[_Output | None] = field(default_factory=list)
     decisions: list[torch.Tensor] = field(default_factory=list)
@@ -69,11 +72,14 @@ class _Output:
 _frame: ContextVar[_Frame | None] = ContextVar("titan_relay_retention", default=None)
 
 
-def retention_contexts(kinds: frozenset[str]) -> ContextFn:
-    """A `context_fn` for `torch.utils.checkpoint` that keeps calls of these kinds."""
+def retention_contexts(kinds: frozenset[str], clock: CallClock | None = None) -> ContextFn:
+    """A `context_fn` for `torch.utils.checkpoint` that keeps calls of these kinds.
+
+    `clock` times every retained call of the forward, kept or not.
+    """
 
     def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-        frame = _Frame(kinds)
+        frame = _Frame(kinds, clock)
         return _Running(frame, recomputing=False), _Running(frame, recomputing=True)
 
     return contexts
@@ -136,7 +142,8 @@ def retained_call(
     frame.num_calls += 1
     if frame.recomputing:
         return _call_again(frame, call, function, tensors)
-    with saved_tensors_hooks(call.pack, call.unpack):
+    timing = frame.clock.measure(kind) if frame.clock is not None else contextlib.nullcontext()
+    with saved_tensors_hooks(call.pack, call.unpack), timing:
         value = function(*tensors)
     if call.keeps:
         frame.outputs.append(_Output(value.detach(), value.requires_grad))

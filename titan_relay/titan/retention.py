@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
+from titan_relay.memory.call_clock import CallClock
 from titan_relay.memory.host_inputs import HostInputs
 from titan_relay.memory.retained import retained_call, retention_contexts
 from titan_relay.memory.retention import Level
@@ -42,11 +43,13 @@ class AttentionShape:
 class Levels:
     """The level of every layer on this rank, by its index; may change between steps only.
 
-    shapes: filled in when the model is parallelised.
+    shapes: filled in when the model is parallelised. clock: times attention's parts, if anybody
+    wants to know.
     """
 
     of_layer: dict[int, Level] = field(default_factory=dict)
     shapes: dict[int, AttentionShape] = field(default_factory=dict)
+    clock: CallClock | None = None
 
     def kinds(self, layer: int) -> frozenset[str]:
         """The kinds of calls that this layer keeps."""
@@ -75,7 +78,7 @@ class BlockRetention(ActivationCheckpointing):
         return checkpoint_wrapper(
             module,
             checkpoint_fn=functools.partial(_checkpoint, self._host, layer),
-            context_fn=lambda: retention_contexts(levels.kinds(layer))(),
+            context_fn=lambda: retention_contexts(levels.kinds(layer), levels.clock)(),
             preserve_rng_state=self.config.preserve_rng_state,
             determinism_check=self.config.determinism_check,
             early_stop=False,  # forward hooks of a recompute run to their end

@@ -1,22 +1,16 @@
-"""From `[attention_retention]` to the level of every layer, in bytes and estimated time."""
+"""What a layer's levels cost and save in this run, and a plan in words and numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan.tools.logging import logger
 
-from titan_relay.config import RunConfig, degrees_of
+from titan_relay.config import RunConfig
 from titan_relay.config.degrees import Degrees
-from titan_relay.memory.retention import (
-    LayerCost,
-    Level,
-    RetentionPlan,
-    plan_retention,
-    retention_of,
-)
-from titan_relay.titan.retention import AttentionShape, Levels
+from titan_relay.memory.retention import LayerCost, RetentionPlan
+from titan_relay.titan.retention import AttentionShape
 
 _MIB, _GIB = 2**20, 2**30
 _LSE_BYTES = 4  # the log-sum-exp is float32
@@ -58,10 +52,23 @@ def microbatch_of(run: RunConfig, degrees: Degrees, itemsize: int) -> Microbatch
     )
 
 
-def layer_costs(shapes: Mapping[int, AttentionShape], microbatch: Microbatch) -> list[LayerCost]:
-    """Bytes and time of every layer's levels; time in multiply-adds, at one rate for all."""
+@dataclass(frozen=True)
+class Seconds:
+    """Measured time of one layer's attention kernel and projections, for one microbatch."""
+
+    kernel: float
+    projections: float
+
+
+def layer_costs(
+    shapes: Mapping[int, AttentionShape], microbatch: Microbatch, measured: Seconds | None = None
+) -> list[LayerCost]:
+    """Bytes and time of every layer's levels.
+
+    Without a measurement time is multiply-adds, at one rate for all, which orders the levels.
+    """
     m = microbatch
-    return [
+    costs = [
         LayerCost(
             layer=layer,
             output_bytes=m.num_tokens
@@ -74,26 +81,12 @@ def layer_costs(shapes: Mapping[int, AttentionShape], microbatch: Microbatch) ->
         )
         for layer, shape in sorted(shapes.items())
     ]
-
-
-def choose_levels(run: RunConfig, world_size: int, levels: Levels, itemsize: int) -> RetentionPlan:
-    """Set the levels of this rank's layers as the configuration says, and log what is kept."""
-    section = run.attention_retention
-    microbatch = microbatch_of(run, degrees_of(run, world_size), itemsize)
-    costs = layer_costs(levels.shapes, microbatch)
-    if section.mode == "auto":
-        assert section.budget_gib is not None
-        plan = plan_retention(costs, section.budget_gib * _GIB, microbatch.num_alive)
-    else:
-        given: dict[int, Level] = {
-            cost.layer: section.layers[cost.layer] if section.layers is not None else section.mode
-            for cost in costs
-        }
-        plan = retention_of(costs, given, microbatch.num_alive)
-    levels.of_layer.update(plan.levels)
-    log_plan(plan)
-    log_block_inputs(run, microbatch, len(costs))
-    return plan
+    if measured is None:
+        return costs
+    return [
+        replace(cost, output_seconds=measured.kernel, full_seconds=measured.projections)
+        for cost in costs
+    ]
 
 
 def log_block_inputs(run: RunConfig, microbatch: Microbatch, num_layers: int) -> None:

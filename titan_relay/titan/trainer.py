@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from titan_relay.titan.curves import StepCurves
 from titan_relay.titan.metrics import RelayMetricsProcessor
 from titan_relay.titan.relay_plan import relay_plan
 from titan_relay.titan.retention import BlockRetention
-from titan_relay.titan.retention_plan import choose_levels, plan_curves
+from titan_relay.titan.retention_choice import RetentionChoice
 from titan_relay.titan.warm_up import warm_up_kernels
 
 if TYPE_CHECKING:  # planning runs this trainer
@@ -55,11 +56,19 @@ class RelayTrainer(Trainer):
         plan = relay_plan(config.run, self.parallel_dims.world_size)
         if plan is not None:
             self.metrics_processor.add_source(plan.curves)
+        self.retention: RetentionChoice | None = None
         if isinstance(config.activation_checkpoint, BlockRetention.Config):
             levels = config.activation_checkpoint.levels
             itemsize = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
-            retention = choose_levels(config.run, self.parallel_dims.world_size, levels, itemsize)
-            self.metrics_processor.add_source(lambda: plan_curves(retention))
+            self.retention = RetentionChoice(
+                config.run,
+                self.parallel_dims.world_size,
+                levels,
+                itemsize=itemsize,
+                device=self.device,
+                local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            )
+            self.metrics_processor.add_source(self.retention.curves)
         self.metrics_processor.add_source(curves.balance)
         self.metrics_processor.add_source(curves.relay, over="mean")
         self.metrics_processor.add_source(curves.relay_wait, over="max")
@@ -88,6 +97,8 @@ class RelayTrainer(Trainer):
             plan.before_step(has_optimizer_state=has_state)
         with self.metrics_processor.step_memory(self.step):
             super().train_step(data_iterator)
+        if self.retention is not None:
+            self.retention.after_step()
         if plan is not None:
             plan.after_step(self.step)
 

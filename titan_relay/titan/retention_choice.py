@@ -1,0 +1,121 @@
+"""Chooses the levels of `[attention_retention]`: at the start, and for mode "auto" again once steps
+have shown how long attention's parts take and how much memory is left.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from titan_relay.config import RunConfig, degrees_of
+from titan_relay.memory.call_clock import CallClock
+from titan_relay.memory.retention import Level, RetentionPlan, plan_retention, retention_of
+from titan_relay.titan.metrics_memory import resident_peak_bytes, usable_memory_bytes
+from titan_relay.titan.retention import KERNEL, PROJECTION, Levels
+from titan_relay.titan.retention_plan import (
+    Seconds,
+    layer_costs,
+    log_block_inputs,
+    log_plan,
+    microbatch_of,
+    plan_curves,
+)
+
+_GIB = 2**30
+# The first step compiles and makes the optimizer's state: time and memory are those of the second.
+_MEASURED_STEP = 2
+
+
+class RetentionChoice:
+    """Sets `levels`; `after_step` must be called on every rank after every step.
+
+    Args:
+        itemsize: bytes of the elements that layers compute with.
+        local_ranks: processes that share this machine's memory, where there is no device.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        world_size: int,
+        levels: Levels,
+        *,
+        itemsize: int,
+        device: torch.device,
+        local_ranks: int,
+    ) -> None:
+        self._section = run.attention_retention
+        self._levels, self._device, self._local_ranks = levels, device, local_ranks
+        self._microbatch = microbatch_of(run, degrees_of(run, world_size), itemsize)
+        self._num_steps = 0
+        self._set(self._first_plan())
+        log_block_inputs(run, self._microbatch, len(levels.shapes))
+
+    def curves(self) -> dict[str, float]:
+        """The plan in numbers."""
+        return plan_curves(self.plan)
+
+    def _first_plan(self) -> RetentionPlan:
+        costs = layer_costs(self._levels.shapes, self._microbatch)
+        section, num_alive = self._section, self._microbatch.num_alive
+        if section.mode != "auto":
+            given: dict[int, Level] = {
+                cost.layer: section.mode if section.layers is None else section.layers[cost.layer]
+                for cost in costs
+            }
+            return retention_of(costs, given, num_alive)
+        # A dry run on fake tensors takes no time to measure and has no memory to fill.
+        if not torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
+            self._levels.clock = CallClock()
+        budget_bytes = 0.0 if section.budget_gib == "auto" else section.budget_gib * _GIB
+        return plan_retention(costs, budget_bytes, num_alive)
+
+    def after_step(self) -> None:
+        """Look at the clock and, for budget_gib = "auto", at the memory that is left."""
+        clock = self._levels.clock
+        if clock is None:
+            return
+        self._num_steps += 1
+        if self._num_steps < _MEASURED_STEP:
+            clock.reset()
+            return
+        self._levels.clock = None
+        measured, budget_bytes = self._agree(clock)
+        costs = layer_costs(self._levels.shapes, self._microbatch, measured)
+        logger.info(
+            f"Attention of a layer takes {1000 * measured.kernel:.3f} ms in its kernel and "
+            f"{1000 * measured.projections:.3f} ms in its projections; "
+            f"{budget_bytes / _GIB:.3f} GiB may be kept of them"
+        )
+        self._set(plan_retention(costs, budget_bytes, self._microbatch.num_alive))
+
+    def _agree(self, clock: CallClock) -> tuple[Seconds, float]:
+        """The slowest rank's times and the tightest rank's budget, the same on all ranks."""
+        seconds = clock.seconds()
+        num_layers = max(1, clock.num_calls.get(KERNEL, 0))  # over all layers and microbatches
+        section = self._section
+        budget = self._left_bytes() if section.budget_gib == "auto" else section.budget_gib * _GIB
+        figures = torch.tensor(
+            [*(seconds.get(kind, 0.0) / num_layers for kind in (KERNEL, PROJECTION)), -budget],
+            dtype=torch.float64,
+            device=self._device,
+        )
+        dist.all_reduce(figures, dist.ReduceOp.MAX)
+        kernel, projections, budget = figures.tolist()
+        return Seconds(kernel, projections), -budget
+
+    def _left_bytes(self) -> float:
+        """What the peak of a step leaves of the memory, less the margin."""
+        if self._device.type == "cuda":
+            _, total_bytes = torch.cuda.mem_get_info(self._device)
+            peak_bytes = torch.cuda.max_memory_reserved(self._device)
+        else:
+            total_bytes = usable_memory_bytes() // self._local_ranks
+            peak_bytes = resident_peak_bytes()
+        return max(0.0, total_bytes * (1 - self._section.safety_margin) - peak_bytes)
+
+    def _set(self, plan: RetentionPlan) -> None:
+        self.plan = plan
+        self._levels.of_layer.update(plan.levels)
+        log_plan(plan)
