@@ -65,8 +65,8 @@ def measure(shape: Shape, length: int, device: str) -> LayerCost:
     def kernel() -> torch.Tensor:
         if device == "cpu":
             return document_attention(q, k, v, mask, shape.head_dim**-0.5)
-        heads = [each.transpose(1, 2) for each in (q, k, v)]
-        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        q_h, k_h, v_h = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q_h, k_h, v_h, is_causal=True, enable_gqa=True)
 
     return LayerCost(
         layer=0,

@@ -68,9 +68,8 @@ def test_several_microbatches_may_be_alive(level, expected) -> None:
         assert torch.equal(parameter.grad, wanted + wanted)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_compiled_halves(level, expected) -> None:
-    model = relay_model(tiny_config(aux_loss_coeff=0.01), (level, level), compiled=True)
+def test_compiled_halves(expected) -> None:
+    model = relay_model(tiny_config(aux_loss_coeff=0.01), ("output", "full"), compiled=True)
     for mine, wanted in zip(gradients(model), expected, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)  # sums in another order
 
