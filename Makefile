@@ -5,7 +5,7 @@
 #   make test-tiny         train the small sibling of every model on 4 ranks (slow)
 #   make prove-conversion  convert weights larger than the memory allowed for it (40 GB of disk)
 #   make check-kernels     compile every kernel for every architecture, without a GPU (-oldest: with
-#                          the oldest triton)
+#                          the oldest triton; CHECK_ARGS="--only narrow" and the like narrow it)
 #   TEST_WORKERS=2         test files that `make test` runs at the same time
 #   PYTHON=python3.12      the interpreter to make .venv with (3.11 or newer)
 #   PIP_ARGS="..."         more arguments for pip, such as the index of torch's CPU builds
@@ -16,6 +16,7 @@ PIP_ARGS ?=
 DEMO_STEPS ?= 300
 TEST_WORKERS ?= 2
 OLDEST_TRITON := 3.6.0
+CHECK_ARGS ?=
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
@@ -37,11 +38,11 @@ test-tiny: $(VENV)/.has-test
 	$(BIN)/python -m pytest -m slow tests/titan/test_tiny_configs.py
 
 check-kernels: $(VENV)/.has-test
-	$(BIN)/python scripts/check_kernels.py
+	$(BIN)/python scripts/check_kernels.py $(CHECK_ARGS)
 
 # The oldest triton that is supported, beside the installed one.
 check-kernels-oldest: $(VENV)/triton-$(OLDEST_TRITON)
-	PYTHONPATH=$< $(BIN)/python scripts/check_kernels.py
+	PYTHONPATH=$< $(BIN)/python scripts/check_kernels.py $(CHECK_ARGS)
 
 $(VENV)/triton-$(OLDEST_TRITON): | $(VENV)/.has-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
