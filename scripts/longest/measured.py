@@ -46,8 +46,10 @@ def _rank_main(
     say: Callable[[str], None],
 ) -> None:
     start_rank(rank, world_size, folder)
+    if rank != 0:
+        say = _mute
     results = [
-        _search(variant_of(run, name), name, world_size, budget_bytes, say if rank == 0 else _mute)
+        search_variant(variant_of(run, name), name, world_size, budget_bytes, say)
         for name in variants
     ]
     if rank == 0:
@@ -56,9 +58,10 @@ def _rank_main(
     dist.destroy_process_group()
 
 
-def _search(
+def search_variant(
     run: RunConfig, name: str, world_size: int, budget_bytes: int, say: Callable[[str], None]
 ) -> Result:
+    """The longest sequence of one variant; every rank of the process group calls alike."""
     tries: list[Tried] = []
 
     def peak(seq_len: int) -> Tried:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-
-from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.memory.devices import Device
 from titan_relay.memory.step_memory import StepMemory
 from titan_relay.titan.build import build_trainer_config, global_batch_size
 from titan_relay.titan.plan.fake_ranks import fake_ranks
+from titan_relay.titan.plan.quiet import quiet
 from titan_relay.titan.plan.recorder import record_step
 from titan_relay.titan.plan.routing import Routing
 from titan_relay.titan.plan.stand_ins import without_files
@@ -37,7 +32,7 @@ def dry_run(
         RuntimeError: this process is in a process group already.
     """
     run = replace(_accumulating_twice(run, world_size), compile=replace(run.compile, enable=False))
-    with _quiet(), fake_ranks(world_size, rank, Routing(skew), device):
+    with quiet(), fake_ranks(world_size, rank, Routing(skew), device):
         config = build_trainer_config(run, world_size, compute_in_float32=device.is_cpu)
         trainer = without_files(config).build()
         try:
@@ -50,16 +45,3 @@ def _accumulating_twice(run: RunConfig, world_size: int) -> RunConfig:
     rows = run.training.local_batch_size * degrees_of(run, world_size).batch
     most = min(global_batch_size(run, world_size), _MOST_MICROBATCHES * rows)
     return replace(run, training=replace(run.training, global_batch_size=most))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torchtitan's story of building a trainer to itself: nothing of it happens."""
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

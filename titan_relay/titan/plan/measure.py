@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from titan_relay.config import RunConfig
 from titan_relay.memory.step_memory import StepMemory
 from titan_relay.titan.build import build_trainer_config
+from titan_relay.titan.plan.quiet import quiet
 from titan_relay.titan.plan.recorder import record_step
 from titan_relay.titan.plan.stand_ins import without_files
+from titan_relay.titan.trainer import RelayTrainer
+
+
+@contextmanager
+def small_trainer(
+    run: RunConfig, world_size: int, *, compute_in_float32: bool = False
+) -> Iterator[RelayTrainer]:
+    """The run's trainer on made-up data, silent, gone at the end."""
+    with quiet():
+        config = build_trainer_config(run, world_size, compute_in_float32=compute_in_float32)
+        trainer = without_files(config).build()
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+            del trainer
+            gc.collect()
 
 
 def measure_steps(
     run: RunConfig, world_size: int, *, num_steps: int = 1, compute_in_float32: bool = True
 ) -> list[StepMemory]:
-    """What this rank's first steps take, on made-up data."""
-    config = build_trainer_config(run, world_size, compute_in_float32=compute_in_float32)
-    trainer = without_files(config).build()
-    try:
+    """What this rank's first steps take."""
+    with small_trainer(run, world_size, compute_in_float32=compute_in_float32) as trainer:
         return [record_step(trainer) for _ in range(num_steps)]
-    finally:
-        trainer.close()
-        del trainer
-        gc.collect()

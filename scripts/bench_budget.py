@@ -1,0 +1,184 @@
+"""Tokens per second within one budget of live tensor bytes, by ways to run the same model.
+
+    python scripts/bench_budget.py --config scripts/longest/qwen3_30b_scaled.toml --world-size 4 \
+        --budget-mib 120
+
+Starts its own CPU ranks. The sequence length is the longest at which `alltoall-full-recompute` fits
+the budget, unless --seq-len says otherwise. Every variant then spends the budget as it likes: it
+takes the largest batch that fits, and the relay also chooses what attention keeps. The choices run
+real steps in turns, so that what else the machine does falls on all alike; medians of tokens per
+second, of all ranks together. Further arguments are configuration keys.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from budget.candidates import Choice, within_budget
+from longest.measured import largest, search_variant, start_rank
+
+from titan_relay.config import RunConfig, load_config, validate
+from titan_relay.titan.plan.measure import measure_steps, small_trainer
+from titan_relay.titan.plan.variants import BASELINE, VARIANTS, variant_of
+
+EXIT_USER_ERROR = 2
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One choice and how fast it was, over all ranks."""
+
+    variant: str
+    seq_len: int
+    local_batch_size: int
+    retention: str
+    peak_bytes: int
+    tokens_per_second: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, keys = parse(argv)
+    try:
+        run = load_config(["--config", args.config, *keys]).config
+        for name in args.variants:
+            validate(variant_of(run, name), args.world_size, args.config, files=False)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    with tempfile.TemporaryDirectory(prefix="bench_budget") as folder:
+        answers = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(_rank_main, args=(folder, run, args, answers), nprocs=args.world_size)
+        speeds: list[Speed] = answers.get()
+    if args.json:
+        print(json.dumps([asdict(speed) for speed in speeds], indent=2))
+    else:
+        print(table(speeds))
+    return 0
+
+
+def _rank_main(
+    rank: int, folder: str, run: RunConfig, args: argparse.Namespace, answers: Any
+) -> None:
+    start_rank(rank, args.world_size, folder)
+    say = _say if rank == 0 else _mute
+    budget_bytes = int(args.budget_mib * _MIB)
+    seq_len = args.seq_len
+    if seq_len is None:
+        base = variant_of(run, BASELINE)
+        seq_len = search_variant(base, BASELINE, args.world_size, budget_bytes, say).max_seq_len
+
+    def peak_of(candidate: RunConfig) -> int:
+        (memory,) = measure_steps(candidate, args.world_size, compute_in_float32=False)
+        return largest(memory.steady.live_bytes)
+
+    choices: list[Choice] = []
+    for name in args.variants:
+        for choice in within_budget(run, name, seq_len, budget_bytes, peak_of):
+            say(
+                f"{name}: batch {choice.local_batch_size}, keeps {choice.retention}, "
+                f"{choice.peak_bytes / _MIB:.1f} MiB"
+            )
+            choices.append(choice)
+    seconds = [
+        _seconds(choices, args.world_size, turn, args.turns, say) for turn in range(args.turns)
+    ]
+    if rank == 0:
+        answers.put(_speeds(choices, seconds, seq_len, args.world_size))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _seconds(
+    choices: list[Choice], world_size: int, turn: int, turns: int, say: Any
+) -> list[float]:
+    """Each choice's time for one step, after one to warm up."""
+    seconds = []
+    for number, choice in enumerate(choices, 1):
+        say(f"turn {turn + 1} of {turns}, choice {number} of {len(choices)}")
+        with small_trainer(choice.run, world_size) as trainer:
+            batches = trainer.batch_generator(trainer.dataloader)
+            for _ in range(2):
+                dist.barrier()
+                start = time.perf_counter()
+                trainer.step += 1
+                trainer.train_step(batches)
+                dist.barrier()
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _speeds(
+    choices: list[Choice], seconds: list[list[float]], seq_len: int, world_size: int
+) -> list[Speed]:
+    speeds = []
+    for index, choice in enumerate(choices):
+        p = choice.run.parallelism
+        readers = world_size // (p.context_parallel_degree * p.tensor_parallel_degree)
+        tokens = seq_len * choice.local_batch_size * readers
+        rate = tokens / statistics.median(turn[index] for turn in seconds)
+        speeds.append(
+            Speed(
+                choice.variant, seq_len, choice.local_batch_size, choice.retention,
+                choice.peak_bytes, rate,
+            )
+        )  # fmt: skip
+    return speeds
+
+
+def table(speeds: list[Speed]) -> str:
+    """Choices in rows, with their ratio to the baseline's best."""
+    base = max((s.tokens_per_second for s in speeds if s.variant == BASELINE), default=0.0)
+    lines = [
+        f"{'variant':<26} {'length':>7} {'batch':>6} {'peak MiB':>9} {'tokens/s':>9} "
+        f"{'ratio':>6}  keeps"
+    ]
+    for s in speeds:
+        ratio = f"{s.tokens_per_second / base:.2f}" if base else "-"
+        lines.append(
+            f"{s.variant:<26} {s.seq_len:>7,} {s.local_batch_size:>6} {s.peak_bytes / _MIB:9.1f} "
+            f"{s.tokens_per_second:9.0f} {ratio:>6}  {s.retention}"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """This script's arguments, and those that are configuration keys."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="the run's TOML file")
+    parser.add_argument("--world-size", type=int, required=True, help="ranks to start")
+    parser.add_argument("--budget-mib", type=float, required=True, help="live bytes of a rank")
+    parser.add_argument("--seq-len", type=int, help="instead of the baseline's longest")
+    parser.add_argument(
+        "--variants", type=lambda text: text.split(","), default=[BASELINE, "relay-recompute"],
+        help=f"any of {','.join(VARIANTS)}",
+    )  # fmt: skip
+    parser.add_argument("--turns", type=int, default=3, help="timed steps of each choice")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    return parser.parse_known_args(argv)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _mute(text: str) -> None:
+    """Rank 0 speaks for all."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

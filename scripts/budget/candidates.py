@@ -1,0 +1,55 @@
+"""What a variant may choose within the budget: how many sequences at a time, and what it keeps."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from titan_relay.config import RunConfig
+from titan_relay.titan.plan.changes import with_settings
+from titan_relay.titan.plan.longest import with_length
+from titan_relay.titan.plan.variants import variant_of
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to spend the budget. peak_bytes: of the largest rank, in a step after the first."""
+
+    variant: str
+    local_batch_size: int
+    retention: str
+    run: RunConfig
+    peak_bytes: int = 0
+
+
+def within_budget(
+    run: RunConfig,
+    variant: str,
+    seq_len: int,
+    budget_bytes: int,
+    peak_of: Callable[[RunConfig], int],
+) -> Iterator[Choice]:
+    """For each level of retention the largest power-of-two batch that fits; richest level first."""
+    base = with_length(variant_of(run, variant), seq_len)
+    for level in _levels(base):
+        best: Choice | None = None
+        batch = 1
+        while True:
+            choice = _choice(base, variant, level, batch)
+            peak_bytes = peak_of(choice.run)
+            if peak_bytes > budget_bytes:
+                break
+            best = replace(choice, peak_bytes=peak_bytes)
+            batch *= 2
+        if best is not None:
+            yield best
+
+
+def _levels(run: RunConfig) -> tuple[str, ...]:
+    """Retention is the relay's to choose; the all-to-all's variant says what is recomputed."""
+    return ("full", "recompute") if run.relay.dispatcher == "relay" else ("",)
+
+
+def _choice(base: RunConfig, variant: str, level: str, batch: int) -> Choice:
+    settings: dict[str, object] = {"training.local_batch_size": batch}
+    if level:
+        settings["attention_retention.mode"] = level
+    return Choice(variant, batch, level or "as the variant says", with_settings(base, settings))
