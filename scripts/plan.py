@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     from titan_relay.titan.plan.report import plan_json, plan_lines
 
     run = loaded.config
+    if not args.json:
+        print(f"One step of {run.model.num_layers} layers on fake tensors ...", file=sys.stderr)
     plan = plan_run(run, args.world_size, device, rank=args.rank, skew=args.skew)
     changes = []
     if plan.fits is False:

@@ -1,0 +1,100 @@
+"""The planner's scripts as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.titan.runs import config_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(name: str, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, f"scripts/{name}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def fields(rows: list[dict[str, Any]]) -> set[str]:
+    return set().union(*rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "h100"], "unknown device 'h100'; name one of a100-40g"),
+        (["--device", "cpu", "--rank", "7"], "--rank 7: must be at least 0 and below --world-size"),
+        (["--device", "cpu", "--training.stepz", "3"], "training.steps"),
+    ],
+)
+def test_a_wrong_question_is_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    config = str(config_file(tmp_path))
+    done = script("plan.py", "--config", config, "--world-size", "2", *arguments, code=2)
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_run_that_does_not_fit_gets_changes_and_a_picture(tmp_path: Path) -> None:
+    config, picture = str(config_file(tmp_path)), tmp_path / "step.svg"
+    arguments = ["--config", config, "--world-size", "2", "--device", "0.001", "--json"]
+    arguments += ["--picture", str(picture), "--relay.dispatcher", "alltoall"]
+    plan = json.loads(script("plan.py", *arguments, code=1).stdout)
+    assert plan["fits"] is False
+    assert plan["worst_routing_peak_bytes"] == plan["peak_bytes"], "one rank's experts are all"
+    assert plan["changes"]
+    assert picture.read_text().startswith("<svg")
+
+
+def test_the_longest_sequence_over_plans(tmp_path: Path) -> None:
+    config = str(config_file(tmp_path))
+    arguments = ["--config", config, "--world-size", "2", "--device", "0.03", "--json"]
+    arguments += ["--parallelism.expert_parallel_degree", "2"]
+    arguments += ["--variants", "alltoall-full-recompute,relay-recompute"]
+    rows = json.loads(script("max_seq_len.py", *arguments).stdout)
+    assert fields(rows) == {"variant", "max_seq_len", "peak_bytes", "limited_by"}
+    baseline, relay = rows
+    assert relay["max_seq_len"] > baseline["max_seq_len"] > 0
+    assert max(row["peak_bytes"] for row in rows) <= 0.03 * 2**30
+
+
+@pytest.mark.slow
+def test_the_longest_sequence_over_real_steps(tmp_path: Path) -> None:
+    config = str(config_file(tmp_path))
+    arguments = ["--config", config, "--world-size", "2", "--measure", "--budget-mib", "12"]
+    arguments += ["--json", "--parallelism.expert_parallel_degree", "2"]
+    arguments += ["--variants", "alltoall-full-recompute,relay-recompute"]
+    arguments += ["--debug.moe_force_load_balance"]
+    baseline, relay = json.loads(script("max_seq_len.py", *arguments).stdout)
+    assert relay["max_seq_len"] > baseline["max_seq_len"] > 0
+
+
+@pytest.mark.slow
+def test_throughput_within_one_budget(tmp_path: Path) -> None:
+    config = str(config_file(tmp_path))
+    arguments = ["--config", config, "--world-size", "2", "--budget-mib", "12", "--json"]
+    arguments += ["--parallelism.expert_parallel_degree", "2", "--turns", "1"]
+    rows = json.loads(script("bench_budget.py", *arguments).stdout)
+    assert {row["variant"] for row in rows} == {"alltoall-full-recompute", "relay-recompute"}
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert max(row["peak_bytes"] for row in rows) <= 12 * 2**20
+
+
+@pytest.mark.slow
+def test_plans_hold_over_dispatchers_levels_and_degrees() -> None:
+    done = script("check_plan.py", "train_configs/qwen3_30b_a3b_tiny.toml", "--world-size", "4")
+    assert "off." in done.stdout
