@@ -123,6 +123,8 @@ def all_cases(configs: list[str], world_size: int) -> Iterator[Case]:
                     "parallelism.expert_parallel_degree": ep,
                     "training.global_batch_size": -1,
                     "debug.moe_force_load_balance": True,
+                    "loss.name": "chunked_cross_entropy",  # or it would hide the blocks
+                    "loss.num_chunks": 8,
                     key: level,
                 }
                 run = with_settings(base, settings)

@@ -25,6 +25,7 @@ from titan_relay.memory.devices import Device
 from titan_relay.moe import shadow_device
 from titan_relay.titan import balance_hook, experts, init
 from titan_relay.titan.plan.attention import flash_attention
+from titan_relay.titan.plan.loss import few_chunks
 from titan_relay.titan.plan.routing import Routing, rows_per_expert
 
 
@@ -48,6 +49,7 @@ def fake_ranks(world_size: int, rank: int, routing: Routing, device: Device) -> 
             stack.enter_context(_replaced(balance_hook, "layers_present", _all_layers))
             stack.enter_context(_replaced(experts, "rows_per_expert", rows_per_expert))
             stack.enter_context(routing.supplied())
+            stack.enter_context(few_chunks())
             if not device.is_cpu:
                 stack.enter_context(shadow_device(torch.device("cuda")))
                 stack.enter_context(flash_attention())
