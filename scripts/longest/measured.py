@@ -67,7 +67,11 @@ def search_variant(
     def peak(seq_len: int) -> Tried:
         (memory,) = measure_steps(with_length(run, seq_len), world_size, compute_in_float32=False)
         peak_bytes = largest(memory.steady.live_bytes)
-        tried = Tried(seq_len, peak_bytes, made_of(memory.steady.phase, memory.steady.by_category))
+        tried = Tried(
+            seq_len,
+            peak_bytes,
+            made_of(memory.steady.phase, memory.steady.by_category, memory.host_bytes),
+        )
         tries.append(tried)
         say(f"  {name}: {seq_len:,} tokens take {peak_bytes / 2**20:.1f} MiB")
         return tried

@@ -37,7 +37,11 @@ def search_planned(
             moment = peak_of(with_length(varied, seq_len), world_size, device)
             say(f"  {name}: {seq_len:,} tokens take {moment.live_bytes / 2**30:.2f} GiB")
             tries.append(
-                Tried(seq_len, moment.live_bytes, made_of(moment.place, moment.by_category))
+                Tried(
+                    seq_len,
+                    moment.live_bytes,
+                    made_of(moment.place, moment.by_category, moment.host_bytes),
+                )
             )
             return tries[-1]
 

@@ -42,8 +42,9 @@ def _length(tried: Tried) -> int:
     return tried.seq_len
 
 
-def made_of(place: str, by_category: dict[str, int]) -> str:
-    """Where the peak is and its largest owners, in words."""
+def made_of(place: str, by_category: dict[str, int], host_bytes: int) -> str:
+    """Where the peak is and its largest owners, in words; and the host memory, if any."""
     largest = sorted(by_category.items(), key=lambda item: -item[1])[:_LARGEST]
     parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in largest)
-    return f"{place}: {parts}"
+    host = f"; host memory {host_bytes / 2**30:.2f} GiB a rank" if host_bytes else ""
+    return f"{place}: {parts}{host}"

@@ -82,6 +82,7 @@ class StepMemory:
         rises: for each "direction part" the most that one visit of it rose above where it began;
             "backward block" is a whole layer's backward, recomputation included.
         highs: the highest moment of each phase of the steady timeline, by category.
+        host_bytes: host memory that stands in for device memory, at most; in no other figure.
         curve: the steady timeline, at most `num_points` points.
     """
 
@@ -89,6 +90,7 @@ class StepMemory:
     steady: Peak
     rises: dict[str, int]
     highs: dict[str, tuple[int, ...]] = field(repr=False)
+    host_bytes: int
     curve: tuple[Point, ...] = field(repr=False)
 
 
@@ -105,7 +107,12 @@ class Point:
 
 
 def step_memory(
-    events: Sequence[Event], marks: Sequence[Mark], owners: Owners, num_points: int = 800
+    events: Sequence[Event],
+    marks: Sequence[Mark],
+    owners: Owners,
+    *,
+    host_bytes: int = 0,
+    num_points: int = 800,
 ) -> StepMemory:
     """Read one recorded step, from its first event (what was there already) to its last."""
     steady = list(_steady(events, owners, _step_start(marks)))
@@ -116,6 +123,7 @@ def step_memory(
         steady=later.peak(),
         rises=first.rises(),
         highs=later.highs(),
+        host_bytes=host_bytes,
         curve=later.curve(num_points),
     )
 

@@ -13,6 +13,7 @@ from titan_relay.titan.plan.extrapolate import peak_of
 from titan_relay.titan.plan.plan import usable_bytes
 
 _MOST_CHANGES = 3
+_HOST_GIB = 64.0  # of a rank: half a TiB over the 8 GPUs of a machine
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,19 @@ def _full_recompute(run: RunConfig, world_size: int) -> dict[str, Any]:
     return {"activation_checkpoint.mode": "full"}
 
 
+def _less_kept(run: RunConfig, world_size: int) -> dict[str, Any]:
+    if run.relay.dispatcher != "relay":
+        return {}
+    retention = run.attention_retention
+    if retention.layers is not None or retention.mode != "recompute":
+        return {"attention_retention.mode": "recompute", "attention_retention.layers": None}
+    host = {
+        "attention_retention.block_inputs": "host",
+        "attention_retention.host_budget_gib": _HOST_GIB,
+    }
+    return host if retention.block_inputs == "device" else {}
+
+
 def _more_slices(run: RunConfig, world_size: int) -> dict[str, Any]:
     ep = run.parallelism.expert_parallel_degree
     if run.relay.dispatcher != "relay" or ep == 1:
@@ -145,6 +159,7 @@ _PROPOSALS: tuple[Callable[[RunConfig, int], dict[str, Any]], ...] = (
     _relay,
     _full_recompute,
     _smaller_batch,
+    _less_kept,
     _more_slices,
     _chunked_loss,
     _more_context_parallelism,

@@ -27,10 +27,12 @@ class Moment:
     """The highest moment of a step.
 
     place: its phase, the layer counted from the nearer end, such as "backward experts first + 0".
+    host_bytes: host memory that the step takes.
     """
 
     place: str
     by_category: dict[str, int]
+    host_bytes: int
 
     @property
     def live_bytes(self) -> int:
@@ -41,30 +43,38 @@ def peak_of(run: RunConfig, world_size: int, device: Device) -> Moment:
     """The peak of any step but the first of rank 0, extrapolated where that is exact."""
     num_layers = run.model.num_layers
     if not _can_extrapolate(run):
-        return _highest(_highs(run, num_layers, world_size, device))
-    low = _highs(run, _SHALLOW, world_size, device)
-    high = _highs(run, _SHALLOW + 1, world_size, device)
-    return _highest({place: _line(low, high, place, num_layers) for place in high})
+        return _highest(*_highs(run, num_layers, world_size, device))
+    low, low_host = _highs(run, _SHALLOW, world_size, device)
+    high, high_host = _highs(run, _SHALLOW + 1, world_size, device)
+    steps = num_layers - _SHALLOW
+    highs = {place: _line(low, high, place, steps) for place in high}
+    return _highest(highs, low_host + (high_host - low_host) * steps)
 
 
-def _highest(highs: Mapping[str, Bytes]) -> Moment:
+def _highest(highs: Mapping[str, Bytes], host_bytes: int) -> Moment:
     place = max(highs, key=lambda each: sum(highs[each]))
-    return Moment(place, dict(zip(CATEGORIES, highs[place], strict=True)))
+    return Moment(place, dict(zip(CATEGORIES, highs[place], strict=True)), host_bytes)
 
 
 def _can_extrapolate(run: RunConfig) -> bool:
-    uniform = run.parallelism.pipeline_parallel_degree == 1
-    return uniform and run.model.num_layers > 2 * _SHALLOW + 1
+    """Whether all blocks but those at the ends are alike, and there are enough of them."""
+    retention = run.attention_retention
+    alike = retention.layers is None and (retention.mode != "auto" or not retention.budget_gib)
+    one_stage = run.parallelism.pipeline_parallel_degree == 1
+    return alike and one_stage and run.model.num_layers > 2 * _SHALLOW + 1
 
 
-def _highs(run: RunConfig, num_layers: int, world_size: int, device: Device) -> dict[str, Bytes]:
+def _highs(
+    run: RunConfig, num_layers: int, world_size: int, device: Device
+) -> tuple[dict[str, Bytes], int]:
+    """The highest moment of each phase by place, and host bytes."""
     run = replace(run, model=replace(run.model, num_layers=num_layers))
     memory = dry_run(run, world_size, device)
     highs: dict[str, Bytes] = {}
     for phase, here in memory.highs.items():
         place = _place(phase, num_layers)
         highs[place] = max(highs.get(place, here), here, key=sum)
-    return highs
+    return highs, memory.host_bytes
 
 
 def _place(phase: str, num_layers: int) -> str:
@@ -81,9 +91,6 @@ def _place(phase: str, num_layers: int) -> str:
     return f"{' '.join(words)} {where}"
 
 
-def _line(
-    low: Mapping[str, Bytes], high: Mapping[str, Bytes], place: str, num_layers: int
-) -> Bytes:
+def _line(low: Mapping[str, Bytes], high: Mapping[str, Bytes], place: str, steps: int) -> Bytes:
     start = low.get(place, high[place])
-    steps = num_layers - _SHALLOW
     return tuple(a + (b - a) * steps for a, b in zip(start, high[place], strict=True))

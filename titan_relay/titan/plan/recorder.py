@@ -44,7 +44,9 @@ def record_step(trainer: RelayTrainer) -> StepMemory:
     trainer.step += 1
     with recorder.watching(), tracker:
         trainer.train_step(batches)
-    return step_memory(tracker.events, recorder.marks, recorder.owners())
+    return step_memory(
+        tracker.events, recorder.marks, recorder.owners(), host_bytes=tracker.host_peak_bytes
+    )
 
 
 class _Recorder:

@@ -52,6 +52,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "peak_phase": peak.phase,
         "peak_op": peak.op,
         "first_step_peak_bytes": plan.memory.first.live_bytes,
+        "host_bytes": plan.memory.host_bytes,
         "worst_routing_peak_bytes": plan.worst_bytes,
         "usable_bytes": plan.usable_bytes,
         "fits": plan.fits,
@@ -95,7 +96,13 @@ def _peak_lines(plan: Plan) -> list[str]:
         *lines,
         f"The peak is in {when(peak.phase)}. Step 1, before the optimizer has its state, "
         f"peaks at {first / unit:.2f} {name_of_unit}.",
+        *(_host_line(plan) if plan.memory.host_bytes else []),
     ]
+
+
+def _host_line(plan: Plan) -> list[str]:
+    unit, name_of_unit = _unit(plan)
+    return [f"Block inputs take {plan.memory.host_bytes / unit:.2f} {name_of_unit} of host memory."]
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
