@@ -60,8 +60,8 @@ def predict(folder: str, runs: list[Run], world_size: int) -> dict[str, StepMemo
 
 def test_predicted_peaks_are_those_of_real_ranks(tmp_path: Path) -> None:
     config_file(tmp_path)
-    predicted = run_ranks(without_group, 1, predict, str(tmp_path), RUNS, 2)[0]
-    measured = run_ranks(measure, 2, str(tmp_path), RUNS)[0]
+    predicted = run_ranks(without_group, 1, predict, str(tmp_path), RUNS, 2, timeout_s=600)[0]
+    measured = run_ranks(measure, 2, str(tmp_path), RUNS, timeout_s=600)[0]
     for run in RUNS:
         memory = predicted[run.name]
         ours = (memory.first.live_bytes, memory.steady.live_bytes)
@@ -124,7 +124,7 @@ def _kept_by_experts(path: Path, ep: int) -> int:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("plan")
     config_file(folder)
-    result: dict[str, Any] = run_ranks(without_group, 1, looks, str(folder))[0]
+    result: dict[str, Any] = run_ranks(without_group, 1, looks, str(folder), timeout_s=600)[0]
     return result
 
 
