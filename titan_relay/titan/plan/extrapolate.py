@@ -18,6 +18,7 @@ from titan_relay.titan.plan.dry_run import dry_run
 
 _SHALLOW = 3  # a block at each end, which prefetching treats differently, and one between
 _EDGE = 1
+_GIB = 2**30
 
 Bytes = tuple[int, ...]  # by category
 
@@ -48,7 +49,11 @@ def peak_of(run: RunConfig, world_size: int, device: Device) -> Moment:
     high, high_host = _highs(run, _SHALLOW + 1, world_size, device)
     steps = num_layers - _SHALLOW
     highs = {place: _line(low, high, place, steps) for place in high}
-    return _highest(highs, low_host + (high_host - low_host) * steps)
+    host_bytes = low_host + (high_host - low_host) * steps
+    if host_bytes > (run.attention_retention.host_budget_gib or 0.0) * _GIB:
+        # Some inputs stay on the device then, which shallow models do not show.
+        return _highest(*_highs(run, num_layers, world_size, device))
+    return _highest(highs, host_bytes)
 
 
 def _highest(highs: Mapping[str, Bytes], host_bytes: int) -> Moment:
