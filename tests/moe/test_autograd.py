@@ -120,8 +120,8 @@ def test_gradients_accumulate_over_micro_batches():
 def test_ops_pass_opcheck():
     x_TD, scores_TK, ids_TK, w1, w2, w3 = leaves()
     route, moe = relay_ops()
-    torch.library.opcheck(route, (ids_TK, CASE.num_experts, 3, 4))
-    rows_N, counts = route(ids_TK, CASE.num_experts, 1, CASE.num_tokens)
+    torch.library.opcheck(route, (ids_TK, CASE.num_experts, 3, 4, "auto"))
+    rows_N, counts = route(ids_TK, CASE.num_experts, 1, CASE.num_tokens, "auto")
     static = ("", RelayOptions().spec, [1.0, float("inf"), 0.0])
     args = (x_TD, scores_TK, rows_N, counts, w1, w2, w3, None, None, None, *static)
     torch.library.opcheck(moe, args)
