@@ -15,7 +15,7 @@ from titan_relay.config import ConfigError, RunConfig, load_config, validate_mod
 
 def main(arguments: list[str]) -> int:
     """Count and print; a wrong configuration is one line and exit code 2."""
-    if not arguments or "--help" in arguments or "-h" in arguments:
+    if "--help" in arguments or "-h" in arguments:
         print(__doc__)
         return 0
     try:

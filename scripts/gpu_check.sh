@@ -16,13 +16,44 @@ python=${PYTHON:-python3}
 total_s=${GPU_CHECK_TOTAL_S:-530}
 export PYTHONPATH="$root:$root/kernels:$root/scripts"
 
+usage() {
+  sed -n '2,/^$/s/^#\( \|$\)//p; /^set/q' "$root/scripts/gpu_check.sh"
+}
+
 interpret=
-if [[ ${1:-} == --interpret ]]; then
-  interpret=1
-  shift
+report=
+for argument in "$@"; do
+  case $argument in
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    --interpret) interpret=1 ;;
+    -*)
+      echo "error: $argument: unknown option; known: --interpret, --help" >&2
+      exit 2
+      ;;
+    *)
+      if [[ $report ]]; then
+        echo "error: $argument: one report is written, and $report is named already" >&2
+        exit 2
+      fi
+      report=$argument
+      ;;
+  esac
+done
+report=${report:-outputs/gpu_check.md}
+
+arch=sm_90
+if [[ ! $interpret ]]; then
+  arch=$("$python" -c "import torch
+print('sm_%d%d' % torch.cuda.get_device_capability() if torch.cuda.is_available() else '')" 2>/dev/null)
+  if [[ ! $arch ]]; then
+    echo "error: $python has no torch with a CUDA device; --interpret tries the script out without" >&2
+    exit 2
+  fi
 fi
-report=${1:-outputs/gpu_check.md}
-mkdir -p "$(dirname "$report")" || exit 2
+mkdir -p -- "$(dirname -- "$report")" || exit 2
 parts=$(mktemp -d) || exit 2
 trap 'rm -rf "$parts"' EXIT
 
@@ -63,7 +94,6 @@ section() {
 }
 
 if [[ $interpret ]]; then
-  arch=sm_90
   section "environment" 60 "$python" scripts/gpu_environment.py
   section "kernels, compiled" 200 "$python" scripts/check_kernels.py --arch $arch --dtype bfloat16 \
     --only up_gate/narrow down_scatter/narrow
@@ -76,12 +106,6 @@ if [[ $interpret ]]; then
   unset TRITON_INTERPRET
   section "speed" 200 "$python" scripts/bench_kernels.py --interpret --preset qwen3-30b-a3b
 else
-  arch=$("$python" -c "import torch
-print('sm_%d%d' % torch.cuda.get_device_capability() if torch.cuda.is_available() else '')" 2>/dev/null)
-  if [[ ! $arch ]]; then
-    echo "error: $python has no torch with a CUDA device; --interpret tries the script out without" >&2
-    exit 2
-  fi
   section "environment" 30 "$python" scripts/gpu_environment.py
   if [[ $arch =~ ^sm_(80|90|100)$ ]]; then
     section "kernels, compiled" 60 "$python" scripts/check_kernels.py --arch "$arch" \

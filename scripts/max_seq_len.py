@@ -10,6 +10,7 @@ the limit is a budget of live tensor bytes. Further arguments are configuration 
 
 import argparse
 import json
+import math
 import os
 import sys
 
@@ -35,15 +36,12 @@ def main(argv: list[str] | None = None) -> int:
         run = load_config(["--config", args.config, *keys]).config
         for name in args.variants:
             validate(variant_of(run, name), args.world_size, args.config, files=False)
+        check(args)
         if args.measure:
-            if args.budget_mib is None:
-                raise ValueError("--measure needs --budget-mib, the live bytes of a rank")
             results = search_measured(
                 run, args.world_size, args.variants, int(args.budget_mib * _MIB), say
             )
         else:
-            if args.device is None:
-                raise ValueError("--device is missing; name one, or measure with --measure")
             device = device_named(args.device)
             if device.is_cpu:
                 raise ValueError("--device cpu: a CPU has no limit; give a number of GiB")
@@ -58,6 +56,26 @@ def main(argv: list[str] | None = None) -> int:
         if args.for_layers:
             print(deeper(results, run, args.for_layers))
     return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise `ValueError` for arguments that are missing, out of range or would do nothing."""
+    if args.world_size < 1:
+        raise ValueError(f"--world-size {args.world_size}: must be at least 1")
+    if args.for_layers is not None and args.for_layers < 1:
+        raise ValueError(f"--for-layers {args.for_layers}: must be at least 1")
+    if args.for_layers is not None and args.json:
+        raise ValueError("--for-layers adds lines to the table; leave out --json")
+    if args.measure and args.device is not None:
+        raise ValueError(f"--device {args.device}: --measure runs on this machine's CPU")
+    if args.measure and args.budget_mib is None:
+        raise ValueError("--measure needs --budget-mib, the live bytes of a rank")
+    if not args.measure and args.budget_mib is not None:
+        raise ValueError("--budget-mib is the budget of --measure; give --device a number of GiB")
+    if args.budget_mib is not None and not 0 < args.budget_mib < math.inf:
+        raise ValueError(f"--budget-mib {args.budget_mib}: must be a number above 0")
+    if not args.measure and args.device is None:
+        raise ValueError("--device is missing; name one, or measure with --measure")
 
 
 def table(results: list[Result]) -> str:

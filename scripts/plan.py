@@ -10,6 +10,7 @@ does not fit.
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -31,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         validate(loaded.config, args.world_size, loaded.sources, files=False)
         if not 0 <= args.rank < args.world_size:
             raise ValueError(f"--rank {args.rank}: must be at least 0 and below --world-size")
-        if args.skew < 0:
-            raise ValueError(f"--skew {args.skew}: must be at least 0")
+        if not 0 < args.skew < math.inf:
+            raise ValueError(f"--skew {args.skew}: must be a number above 0; 1 is balanced")
     except ValueError as error:  # ConfigError among them
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -50,8 +50,8 @@ COMBINATIONS = [
     ),
     Wrong(
         "levels for another number of layers",
-        'case.toml: attention_retention.layers = ["full", "output"]: has 2 levels; give one for '
-        "each of model.num_layers = 4",
+        'case.toml: attention_retention.layers = ["full", "output"]: must have a level for each of '
+        'model.num_layers = 4, not 2; one level for all is mode = "full" and the like',
         toml='[attention_retention]\nlayers = ["full", "output"]',
     ),
     Wrong(

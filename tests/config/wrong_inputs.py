@@ -78,6 +78,11 @@ FILES = [
 
 COMMAND_LINES = [
     Wrong(
+        "misspelt option",
+        'command line: --confg "run.toml": unknown key; did you mean --config?',
+        argv=("--confg", "run.toml"),
+    ),
+    Wrong(
         "misspelt key as an argument",
         'command line: --training.stepz "5": unknown key; did you mean training.steps?',
         argv=("--training.stepz", "5"),

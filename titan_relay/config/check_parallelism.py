@@ -53,9 +53,13 @@ def _check_world(config: RunConfig, degrees: Degrees, world_size: int, sources: 
     raise sources.error(
         "parallelism.data_parallel_shard_degree",
         degrees.dp_shard,
-        f"{_product(degrees)} = {degrees.world}, but there are {world_size} ranks; "
+        f"{_product(degrees)} = {degrees.world}, but there {_are(world_size)}; "
         f"{', or '.join(fixes)}{_expert_hint(degrees, world_size)}",
     )
+
+
+def _are(num_ranks: int) -> str:
+    return f"are {num_ranks} ranks" if num_ranks > 1 else "is 1 rank"
 
 
 def _refuse_left_over(degrees: Degrees, world_size: int, sources: Sources) -> None:

@@ -87,8 +87,8 @@ def _check_retention(config: RunConfig, sources: Sources) -> None:
         raise sources.error(
             "attention_retention.layers",
             retention.layers,
-            f"has {len(retention.layers)} levels; give one for each of model.num_layers = "
-            f"{num_layers}",
+            f"must have a level for each of model.num_layers = {num_layers}, not "
+            f'{len(retention.layers)}; one level for all is mode = "full" and the like',
         )
     if retention.layers is not None and retention.mode != "recompute":
         raise sources.error(

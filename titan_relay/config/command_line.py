@@ -17,10 +17,11 @@ from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place, shown
 from titan_relay.config.expectation import expectation
 from titan_relay.config.keys import Key, choices_of, item_of, keys, or_word_of, sections
 from titan_relay.config.settings import Setting
-from titan_relay.config.suggest import where_key_belongs
+from titan_relay.config.suggest import nearest, where_key_belongs
 from titan_relay.config.values import parse_toml_value, read_value
 
 _SWITCHES = ("print-config", "plan")  # what may be asked for besides a run
+_OPTIONS = ("config", *_SWITCHES, "help", "dump_folder")
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ def _setting(name: str, text: str | None) -> Setting:
     if name not in keys():
         underscored = name.replace("-", "_")
         fix = f"did you mean {underscored}?" if underscored in keys() else where_key_belongs(name)
+        option = nearest(name, _OPTIONS)
+        if option is not None and "." not in name:
+            fix = f"did you mean --{option}?"
         given = "" if text is None else f" {shown(text)}"
         raise ConfigError(f"{COMMAND_LINE}: --{name}{given}: unknown key; {fix}")
     key = keys()[name]

@@ -95,7 +95,10 @@ class PartsReader:
     def __init__(self, path: Path) -> None:
         """Raises `HfError` where the folder is no complete checkpoint."""
         if not (path / METADATA).is_file():
-            raise HfError(f"{path} is no complete checkpoint: it has no {METADATA}")
+            raise HfError(
+                f"{path} is no complete checkpoint: it has no {METADATA}; name a step's folder, "
+                "such as outputs/checkpoint/step-100"
+            )
         self._path = path
         self._reader = FileSystemReader(path)
         try:

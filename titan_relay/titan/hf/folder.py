@@ -113,8 +113,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """A folder's `config.json`."""
+    if not path.exists():
+        raise HfError(f"{path}: no such folder; name a Hugging Face folder")
+    if not path.is_dir():
+        raise HfError(f"{path} is a file; name the Hugging Face folder that holds {CONFIG}")
     if not (path / CONFIG).is_file():
-        raise HfError(f"{path} has no {CONFIG}")
+        raise HfError(f"{path} has no {CONFIG}; name a Hugging Face folder")
     return read_json(path / CONFIG)
 
 
