@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.support import (
@@ -40,6 +40,7 @@ def lane_texts(texts: list[str], lane: int, num_lanes: int) -> list[str]:
     return texts[lane::num_lanes]
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     num_lanes=st.integers(1, 5),

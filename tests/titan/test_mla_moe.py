@@ -65,8 +65,10 @@ def test_values_narrower_than_keys_in_attention_on_cpu() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, 9, 3, dim, generator=generator) for dim in (10, 10, 6))
     allowed = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
+    place_BL = torch.arange(9, dtype=torch.int32).expand(2, 9)
+    mask = DocumentMask(place_BL, torch.zeros_like(place_BL), place_BL)
     attention = CpuAttention(CpuAttention.Config())
-    out = attention(q, k, v, attention_masks=DocumentMask(allowed), scale=0.3)
+    out = attention(q, k, v, attention_masks=mask, scale=0.3)
     logits = torch.einsum("blnh,bsnh->bnls", q.double(), k.double()) * 0.3
     weights = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
     expected = torch.einsum("bnls,bsnh->blnh", weights, v.double())
