@@ -18,7 +18,10 @@ from kernel_bench.search import search
 from relay_kernels.tuning import TunedConfig, trial, tuned_config
 
 ROOT = Path(__file__).resolve().parents[2]
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+# Which of the two runs kernels is settled when triton is imported, for the whole process.
+by_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU kernels run on it, not by the interpreter"
+)
 
 
 def gpu_check(*arguments, **environment):
@@ -31,26 +34,45 @@ def gpu_check(*arguments, **environment):
     )
 
 
-@without_gpu
 @pytest.mark.parametrize(
     ("script", "arguments"), [(bench_kernels, []), (tune_kernels, ["--out", "unused.toml"])]
 )
-def test_without_a_gpu_one_line_says_so(capsys, script, arguments):
+def test_without_a_gpu_one_line_says_so(capsys, monkeypatch, script, arguments):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert script.main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert "needs a CUDA device, and there is none; --interpret tries" in lines[0]
 
 
-@without_gpu
 def test_the_check_of_a_gpu_is_refused_without_one(tmp_path):
-    done = gpu_check(tmp_path / "report.md")
+    report = tmp_path / "reports" / "report.md"
+    done = gpu_check(report, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
+    assert not report.parent.exists()
     assert done.stderr.count("\n") == 1
     assert "no torch with a CUDA device; --interpret tries the script out" in done.stderr
 
 
-@without_gpu
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--interpet"], "error: --interpet: unknown option; known: --interpret, --help\n"),
+        (["a.md", "b.md"], "error: b.md: one report is written, and a.md is named already\n"),
+    ],
+)
+def test_the_check_of_a_gpu_refuses_what_it_does_not_know(arguments, message):
+    done = gpu_check(*arguments)
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+def test_the_check_of_a_gpu_explains_itself():
+    done = gpu_check("--help")
+    assert done.returncode == 0
+    assert "--interpret [REPORT.md]" in done.stdout
+
+
+@by_interpreter
 def test_the_benchmark_runs_from_end_to_end_by_the_interpreter(capsys, tmp_path):
     file = tmp_path / "out.json"
     arguments = ["--interpret", "--preset", "qwen3-30b-a3b", "--json", str(file)]
@@ -62,7 +84,7 @@ def test_the_benchmark_runs_from_end_to_end_by_the_interpreter(capsys, tmp_path)
     assert sum(name.startswith("relay ") for name in names) == 4  # two directions, two orders
 
 
-@without_gpu
+@by_interpreter
 def test_tuning_writes_a_whole_configuration_file(tmp_path):
     file = tmp_path / "interpreter.toml"
     assert tune_kernels.main(["--interpret", "--kernel", "down", "--out", str(file)]) == 0
@@ -129,7 +151,7 @@ def test_sections_end_in_time(tmp_path):
 
 
 @pytest.mark.slow
-@without_gpu
+@by_interpreter
 def test_the_whole_check_runs_by_the_interpreter(tmp_path):
     report = tmp_path / "report.md"
     done = gpu_check("--interpret", report)

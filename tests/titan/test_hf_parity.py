@@ -88,7 +88,6 @@ MISTAKES = _mistakes()
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Differences]:
     """Differences by job: the largest of all ranks."""
-    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("hf")
     write_data(folder)
     config_file(folder)

@@ -52,6 +52,26 @@ def test_a_wrong_question_is_one_line(tmp_path: Path, arguments: list[str], word
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--world-size", "0", "--device", "cpu"], "--world-size 0: must be at least 1"),
+        (["--world-size", "2", "--device", "1", "--budget-mib", "9"], "the budget of --measure"),
+        (["--world-size", "2", "--measure", "--budget-mib", "nan"], "must be a number above 0"),
+        (["--world-size", "2"], "--device is missing"),
+    ],
+)
+def test_options_of_the_search_that_would_do_nothing(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what the import hides comes back
+    import max_seq_len
+
+    args, _ = max_seq_len.parse(["--config", "unread.toml", *arguments])
+    with pytest.raises(ValueError, match=words):
+        max_seq_len.check(args)
+
+
 def test_a_run_that_does_not_fit_gets_changes_and_a_picture(tmp_path: Path) -> None:
     config, picture = str(config_file(tmp_path)), tmp_path / "step.svg"
     arguments = ["--config", config, "--world-size", "2", "--device", "0.001", "--json"]
