@@ -1,18 +1,18 @@
 """A chunked loss of few chunks in the place of one of many, for a dry run.
 
-All chunks of a chunked loss are alike, and there may be hundreds. The first makes the head's
+All chunks of a chunked loss are alike, and there may be thousands. The first makes the head's
 gradient, the second adds to it, and the last has it summed over ranks: these three run. Those
-between give their hidden states a gradient of the right size, and neither logits nor loss.
+between do nothing: the memory that one of them needs is what the second needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.loss import ChunkedLossWrapper, GradAccumulator
 
 _RUN_AT_FIRST = 2
 
@@ -36,24 +36,47 @@ def few_chunks() -> Iterator[None]:
 @contextmanager
 def _skipping(loss: Any) -> Iterator[None]:
     head, inner, last = loss.lm_head, loss.loss_fn, loss.num_chunks - 1
-    project = head.forward
+    project, accumulate = head._compiled_call_impl, GradAccumulator.add
     chunk = -1
 
-    def forward(h_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def skip() -> bool:
+        return _RUN_AT_FIRST <= chunk < last
+
+    def call(h_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal chunk
         chunk += 1
-        if _RUN_AT_FIRST <= chunk < last:
-            return h_BLD[..., :1]
-        return project(h_BLD, *args, **kwargs)
+        return _Skipped(h_BLD) if skip() else head._call_impl(h_BLD, *args, **kwargs)
 
-    def loss_of(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _RUN_AT_FIRST <= chunk < last:
-            return logits.float().sum(), {}
-        return inner(logits, *args, **kwargs)
-
-    head.forward, loss.loss_fn = forward, loss_of
+    # What torch.compile sets for a module to be called in another way, hooks and all.
+    head._compiled_call_impl = call
+    loss.loss_fn = lambda logits, *args, **kwargs: (
+        (logits, {}) if skip() else inner(logits, *args, **kwargs)
+    )
+    GradAccumulator.add = _unless(skip, accumulate)
     try:
         yield
     finally:
-        loss.loss_fn = inner
-        del head.forward  # the class's own again
+        head._compiled_call_impl, loss.loss_fn, GradAccumulator.add = project, inner, accumulate
+
+
+def _unless(skip: Callable[[], bool], accumulate: Any) -> Any:
+    def add(accumulator: GradAccumulator, h_grad_BLD: torch.Tensor) -> None:
+        if not skip():
+            accumulate(accumulator, h_grad_BLD)
+
+    return add
+
+
+class _Skipped:
+    """Logits and loss of a chunk that is left out."""
+
+    def __init__(self, h_BLD: torch.Tensor):
+        self._h_BLD = h_BLD
+
+    def detach(self) -> int:
+        """Adds nothing to the loss."""
+        return 0
+
+    def backward(self) -> None:
+        """Show a gradient of the right size, which takes no memory."""
+        self._h_BLD.grad = self._h_BLD.detach()
