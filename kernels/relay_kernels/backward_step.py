@@ -21,10 +21,10 @@ import torch
 
 from relay_kernels.activation import SwiGLU, activate_for_backward_
 from relay_kernels.forward_step import (
-    Part,
     Segment,
+    Step,
     add_rows_,
-    by_part,
+    by_expert,
     products_,
     steps,
     store_,
@@ -68,24 +68,25 @@ def step_backward_experts_(
     if gradients.weights is not None and not gradients.accumulate_weights:
         _zero_experts_without_rows(gradients.weights, segments)
     matrices = _Matrices.of(weights)
-    for first, last, parts in steps(segments, workspace.max_rows):
-        row_n, token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
-        num_rows = last - first
+    for step in steps(segments, workspace.max_rows):
+        num_rows = step.last - step.first
+        rows_n = rows_N[step.first : step.last]
+        row_n, token_n, score_n1 = workspace.index.load(rows_n, scores_N, top_k)
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         g_nD = torch.index_select(dout_TD, 0, token_n, out=workspace.g_RD[:num_rows])
         dh1_nF, dh3_nF, a_nF = _hidden_gradients(
-            gradients, x_nD, g_nD, row_n, score_n1, weights, matrices, parts, activation, workspace
+            gradients, x_nD, g_nD, row_n, score_n1, weights, matrices, step, activation, workspace
         )
         if gradients.weights is not None:
-            step = (dh1_nF, dh3_nF, a_nF, x_nD, g_nD, score_n1)
-            for part, *operands in by_part(parts, *step):
-                accumulate = gradients.accumulate_weights or not part.begins
-                _weight_gradients_(gradients.weights, part.expert, accumulate, operands, workspace)
+            cut = by_expert(step, dh1_nF, dh3_nF, a_nF, x_nD, g_nD, score_n1)
+            for begins, (expert, *operands) in zip(step.begins, cut, strict=True):
+                accumulate = gradients.accumulate_weights or not begins
+                _weight_gradients_(gradients.weights, expert, accumulate, operands, workspace)
         if gradients.dx_TD is not None:
-            for part, dh1, dh3, dx in by_part(parts, dh1_nF, dh3_nF, g_nD):
-                torch.mm(dh1, matrices.w1[part.expert], out=dx)
-                dx.addmm_(dh3, matrices.w3[part.expert])
-            add_rows_(gradients.dx_TD, token_n, g_nD, parts)
+            for expert, dh1, dh3, dx in by_expert(step, dh1_nF, dh3_nF, g_nD):
+                torch.mm(dh1, matrices.w1[expert], out=dx)
+                dx.addmm_(dh3, matrices.w3[expert])
+            add_rows_(gradients.dx_TD, token_n, g_nD, step)
 
 
 def _hidden_gradients(
@@ -96,7 +97,7 @@ def _hidden_gradients(
     score_n1: torch.Tensor,
     weights: ExpertWeights,
     matrices: _Matrices,
-    parts: Sequence[Part],
+    step: Step,
     activation: SwiGLU,
     workspace: BackwardWorkspace,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,9 +107,9 @@ def _hidden_gradients(
     """
     num_rows, hidden = x_nD.shape[0], workspace.hidden
     h1_nF, h3_nF, u_nF = hidden.wide(num_rows)
-    products_(h1_nF, x_nD, matrices.w1_transposed, weights.b1_gF, parts)
-    products_(h3_nF, x_nD, matrices.w3_transposed, weights.b3_gF, parts)
-    products_(u_nF, g_nD, matrices.w2, None, parts)
+    products_(h1_nF, x_nD, matrices.w1_transposed, weights.b1_gF, step)
+    products_(h3_nF, x_nD, matrices.w3_transposed, weights.b3_gF, step)
+    products_(u_nF, g_nD, matrices.w2, None, step)
     dscore_n = workspace.dscore_R[:num_rows]
     for rows in hidden.blocks(num_rows):
         block = hidden.load(h1_nF[rows], h3_nF[rows], u_nF[rows])
@@ -119,8 +120,8 @@ def _hidden_gradients(
             store_(target[rows], value)
     if gradients.dscores_TK is not None:
         if weights.b2_gD is not None:
-            for part in parts:
-                dscore_n[part.rows] += torch.mv(g_nD[part.rows], weights.b2_gD[part.expert])
+            for expert, g, dscore in by_expert(step, g_nD, dscore_n):
+                dscore += torch.mv(g, weights.b2_gD[expert])
         dscores_N = gradients.dscores_TK.view(-1)
         dscores_N.index_copy_(0, row_n, dscore_n.to(dscores_N.dtype))
     return h1_nF, h3_nF, u_nF
@@ -162,7 +163,7 @@ def _weight_gradients_(
     operands: Sequence[torch.Tensor],
     workspace: BackwardWorkspace,
 ) -> None:
-    """Sum one part's ``left^T right`` into W1's, W2's and W3's gradients (or begin them)."""
+    """Sum one expert's ``left^T right`` into W1's, W2's and W3's gradients (or begin them)."""
     dh1_nF, dh3_nF, a_nF, x_nD, g_nD, score_n1 = operands
     products = (
         (into.w1_gFD[expert], dh1_nF, x_nD),

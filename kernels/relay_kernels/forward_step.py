@@ -8,8 +8,7 @@ dimension, F expert hidden dimension, g experts held together.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,67 +38,76 @@ def step_forward_experts_(
     top_k = scores_TK.shape[1]
     hidden = workspace.hidden
     w1, w3, w2 = transposed(weights.w1_gFD), transposed(weights.w3_gFD), transposed(weights.w2_gDF)
-    for first, last, parts in steps(segments, workspace.max_rows):
-        _, token_n, score_n1 = workspace.index.load(rows_N[first:last], scores_N, top_k)
-        num_rows = last - first
+    for step in steps(segments, workspace.max_rows):
+        num_rows = step.last - step.first
+        _, token_n, score_n1 = workspace.index.load(rows_N[step.first : step.last], scores_N, top_k)
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         h1_nF, h3_nF = hidden.wide(num_rows)
-        products_(h1_nF, x_nD, w1, weights.b1_gF, parts)
-        products_(h3_nF, x_nD, w3, weights.b3_gF, parts)
+        products_(h1_nF, x_nD, w1, weights.b1_gF, step)
+        products_(h3_nF, x_nD, w3, weights.b3_gF, step)
         for rows in hidden.blocks(num_rows):
             h1, h3 = hidden.load(h1_nF[rows], h3_nF[rows])
             # The score is applied to F columns before the down projection, not to D after it.
             store_(h1_nF[rows], activate_(h1, h3, activation).mul_(score_n1[rows]))
         y_nD = workspace.y_RD[:num_rows]
-        products_(y_nD, h1_nF, w2, None, parts)
+        products_(y_nD, h1_nF, w2, None, step)
         if weights.b2_gD is not None:
-            for part in parts:
-                score_p = score_n1[part.rows].squeeze(1).to(y_nD.dtype)
-                y_nD[part.rows].addr_(score_p, weights.b2_gD[part.expert])
-        add_rows_(out_TD, token_n, y_nD, parts)
+            score_n = score_n1.squeeze(1).to(y_nD.dtype)
+            for expert, y, score in by_expert(step, y_nD, score_n):
+                y.addr_(score, weights.b2_gD[expert])
+        add_rows_(out_TD, token_n, y_nD, step)
 
 
-@dataclass(frozen=True)
-class Part:
-    """The rows of one expert within a step; ``begins`` where the expert's own rows begin."""
+class Step(NamedTuple):
+    """The sorted rows ``first <= i < last``, computed together.
 
-    expert: int
-    rows: slice
-    begins: bool
+    ``sizes[j]`` of them, in order, are of expert ``experts[j]``, whose own first row is among them
+    if ``begins[j]``.
+    """
+
+    first: int
+    last: int
+    experts: list[int]
+    sizes: list[int]
+    begins: list[bool]
 
 
-def steps(
-    segments: Sequence[Segment], max_rows: int
-) -> Iterator[tuple[int, int, tuple[Part, ...]]]:
-    """``(first, last, parts)``: the rows of adjoining segments, at most ``max_rows`` at a time.
+def steps(segments: Sequence[Segment], max_rows: int) -> Iterator[Step]:
+    """The rows of adjoining segments, at most ``max_rows`` at a time.
 
     Experts with few rows share a step, and those with too many have several. Example: segments
-    ``[(0, 1), (1, 1), (1, 3), (3, 8)]`` by 4 rows are the steps ``(0, 3)`` of experts 0 and 2, and
-    ``(3, 7)`` and ``(7, 8)`` of expert 3.
+    ``[(0, 1), (1, 1), (1, 3), (3, 8)]`` by 4 rows are steps over the rows ``(0, 3)`` of experts 0
+    and 2, and ``(3, 7)`` and ``(7, 8)`` of expert 3.
     """
-    waiting: list[tuple[int, int, int]] = []  # (expert, start, end) of small ones
+    shared = min(max_rows, _SHARED_STEP_ROWS)
+    waiting: list[int] = []  # small experts
+    first = 0
     for expert, (start, end) in enumerate(segments):
-        if waiting and end - waiting[0][1] > min(max_rows, _SHARED_STEP_ROWS):
-            yield _step(waiting, segments)
+        if waiting and end - first > shared:
+            yield _step_of(waiting, segments)
             waiting = []
         while end - start > max_rows:
-            yield _step([(expert, start, start + max_rows)], segments)
+            begins = start == segments[expert][0]
+            yield Step(start, start + max_rows, [expert], [max_rows], [begins])
             start += max_rows
-        if start < end:
-            waiting.append((expert, start, end))
+        if start == end:
+            continue
+        if start > segments[expert][0]:
+            yield Step(start, end, [expert], [end - start], [False])
+            continue
+        if not waiting:
+            first = start
+        waiting.append(expert)
     if waiting:
-        yield _step(waiting, segments)
+        yield _step_of(waiting, segments)
 
 
-def _step(
-    spans: Sequence[tuple[int, int, int]], segments: Sequence[Segment]
-) -> tuple[int, int, tuple[Part, ...]]:
-    first = spans[0][1]
-    parts = [
-        Part(expert, slice(start - first, end - first), begins=start == segments[expert][0])
-        for expert, start, end in spans
-    ]
-    return first, spans[-1][2], tuple(parts)
+def _step_of(experts: list[int], segments: Sequence[Segment]) -> Step:
+    """All rows of some experts."""
+    sizes = [segments[expert][1] - segments[expert][0] for expert in experts]
+    return Step(
+        segments[experts[0]][0], segments[experts[-1]][1], experts, sizes, [True] * len(experts)
+    )
 
 
 def products_(
@@ -107,20 +115,20 @@ def products_(
     left_nA: torch.Tensor,
     right: Sequence[torch.Tensor],
     bias_gB: torch.Tensor | None,
-    parts: Sequence[Part],
+    step: Step,
 ) -> None:
-    """``out = left right[expert] + bias[expert]``, part by part."""
-    for part, left, out in by_part(parts, left_nA, out_nB):
-        if bias_gB is None:
-            torch.mm(left, right[part.expert], out=out)
-        else:
-            torch.addmm(bias_gB[part.expert], left, right[part.expert], out=out)
+    """``out = left right[expert] + bias[expert]``, expert by expert."""
+    if bias_gB is None:
+        for expert, left, out in by_expert(step, left_nA, out_nB):
+            torch.mm(left, right[expert], out=out)
+    else:
+        for expert, left, out in by_expert(step, left_nA, out_nB):
+            torch.addmm(bias_gB[expert], left, right[expert], out=out)
 
 
-def by_part(parts: Sequence[Part], *tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """``(part, its rows of each tensor ...)``; one call cuts a tensor for all parts."""
-    sizes = [part.rows.stop - part.rows.start for part in parts]
-    return zip(parts, *(tensor.split(sizes) for tensor in tensors), strict=True)
+def by_expert(step: Step, *tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """``(expert, its rows of each tensor ...)``; one call cuts a tensor for all experts."""
+    return zip(step.experts, *[tensor.split(step.sizes) for tensor in tensors], strict=True)
 
 
 def store_(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -130,7 +138,7 @@ def store_(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def add_rows_(
-    total_TD: torch.Tensor, token_n: torch.Tensor, value_nD: torch.Tensor, parts: Sequence[Part]
+    total_TD: torch.Tensor, token_n: torch.Tensor, value_nD: torch.Tensor, step: Step
 ) -> None:
     """Sum a step's rows into their tokens, in a fixed order.
 
@@ -140,8 +148,8 @@ def add_rows_(
     if total_TD.device.type == "cpu":
         total_TD.index_add_(0, token_n, value_nD)
         return
-    for part in parts:
-        total_TD.index_add_(0, token_n[part.rows], value_nD[part.rows])
+    for _, token, value in by_expert(step, token_n, value_nD):
+        total_TD.index_add_(0, token, value)
 
 
 def transposed(weights_gAB: torch.Tensor) -> list[torch.Tensor]:
