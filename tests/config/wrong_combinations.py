@@ -72,13 +72,13 @@ COMBINATIONS = [
     Wrong(
         "block inputs on the host without a budget",
         'case.toml: attention_retention.host_budget_gib = "none" (default): goes together with '
-        'attention_retention.block_inputs = "host"; give both or neither',
+        'attention_retention.block_inputs = "host" or "auto"; give both or neither',
         toml='[attention_retention]\nblock_inputs = "host"',
     ),
     Wrong(
         "host budget for nothing",
         "case.toml: attention_retention.host_budget_gib = 8.0: goes together with "
-        'attention_retention.block_inputs = "host"; give both or neither',
+        'attention_retention.block_inputs = "host" or "auto"; give both or neither',
         toml="[attention_retention]\nhost_budget_gib = 8.0",
     ),
     Wrong(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks
 from tests.titan.runs import Run, a_run, config_file, layout, load_run
 from titan_relay.memory.devices import device_named
-from titan_relay.memory.step_memory import KEPT_EXPERTS, StepMemory
+from titan_relay.memory.step_memory import CATEGORIES, KEPT_ATTENTION, KEPT_EXPERTS, StepMemory
 
 MIB = 2**20
 CPU, H100 = device_named("cpu"), device_named("h100-80g")
@@ -84,7 +84,23 @@ def looks(folder: str) -> dict[str, Any]:
     deep = replace(relay, model=replace(relay.model, num_layers=14))
     small = device_named(str(3 / 1024))
     plan = plan_run(relay, 4, H100)
+    tight = device_named(str(plan.peak_bytes * 1.3 / 2**30))  # of which 10% stay free
+    on_host = {"block_inputs": "auto", "host_budget_gib": 1.0}
     return {
+        "tight": tight,
+        "auto": {
+            name: plan_run(
+                replace(relay, attention_retention=replace(relay.attention_retention, **keys)),
+                4,
+                tight,
+            )
+            for name, keys in {
+                "levels": {"mode": "auto"},
+                "levels at most": {"mode": "auto", "budget_gib": 0.001},
+                "inputs": on_host,
+                "both": on_host | {"mode": "auto"},
+            }.items()
+        },
         "balanced": dry_run(alltoall, 4, CPU).steady.live_bytes,
         "worst": dry_run(alltoall, 4, CPU, skew=math.inf).steady.live_bytes,
         "relay at worst": dry_run(relay, 4, CPU, skew=math.inf).steady.live_bytes,
@@ -115,9 +131,27 @@ def _kept_by_experts(path: Path, ep: int) -> int:
     run = load_run(path, a_run("", **layout(dp=8, ep=ep) | settings, **ALLTOALL))
     memory = dry_run(run, 8, H100)
     kept = [point.by_category for point in memory.curve if point.phase.startswith("forward loss")]
-    from titan_relay.memory.step_memory import CATEGORIES
-
     return max(point[CATEGORIES.index(KEPT_EXPERTS)] for point in kept)
+
+
+def test_plans_of_auto_spend_what_the_device_leaves(seen) -> None:
+    auto, limit = seen["auto"], seen["tight"].capacity_bytes * 0.9
+    recompute = seen["json"]["peak_bytes"]
+    for name in ("levels", "inputs", "both"):
+        plan = auto[name]
+        assert plan.start.steady.live_bytes <= plan.memory.steady.live_bytes <= limit, name
+    kept = [point.by_category for point in auto["levels"].memory.curve]
+    assert max(point[CATEGORIES.index(KEPT_ATTENTION)] for point in kept) > 0
+    # The step before is that of a run that keeps nothing, or has all inputs on the host.
+    assert auto["levels"].start.steady.live_bytes == recompute
+    assert auto["both"].start == auto["inputs"].start
+    # All inputs fit here, and then come first.
+    assert auto["inputs"].start.host_bytes > 0
+    assert auto["inputs"].memory.host_bytes == auto["both"].memory.host_bytes == 0
+    assert auto["inputs"].memory.steady.live_bytes == recompute
+    assert auto["both"].memory.steady == auto["levels"].memory.steady
+    # A budget in numbers is not decided by what is left.
+    assert auto["levels at most"].start is auto["levels at most"].memory
 
 
 @pytest.fixture(scope="module")

@@ -220,6 +220,41 @@ def test_host_buffers_are_reused_within_their_budget() -> None:
     assert buffers.allocated_bytes == 100
 
 
+def test_host_buffers_shrink_by_what_is_unused() -> None:
+    buffers = HostBuffers(100, pinned=False)
+    held = [buffers.take(30) for _ in range(3)]
+    assert buffers.shrink(1000) == 0  # all are in use
+    for buffer in held[:2]:
+        buffers.give_back(buffer)
+    assert buffers.shrink(59) == 30  # whole buffers, and no more than asked for
+    assert buffers.allocated_bytes == buffers.budget_bytes == 60
+    assert buffers.take(30) is held[0]
+    assert buffers.take(30) is None
+
+
+def inputs_come_back(folder: str) -> dict[str, list[Any]]:
+    """In a rank: host bytes at the end and each step's loss, by where block inputs wait."""
+    found: dict[str, list[Any]] = {}
+    for where in ("device", "host", "auto"):
+        budget = {} if where == "device" else {"attention_retention__host_budget_gib": 1.0}
+        settings = {"training__steps": 4, "attention_retention__block_inputs": where} | budget
+        trainer = trainer_of(Path(folder), a_run(where, **settings))
+        host = trainer.retention._levels.host
+        trainer.train()
+        found[where] = [0 if host is None else host.buffers.allocated_bytes, trainer.losses]
+        trainer.close()
+    return found
+
+
+def test_block_inputs_come_back_when_there_is_room(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    config_file(tmp_path)
+    found = run_ranks(inputs_come_back, 1, str(tmp_path))[0]
+    assert found["host"][0] > 0
+    assert found["auto"][0] == found["device"][0] == 0
+    assert found["auto"][1] == found["host"][1] == found["device"][1]
+
+
 def choices(folder: str) -> dict[str, tuple[list[str], int, bool]]:
     """In a rank: for budgets, the levels and bytes after three steps, and whether it measured."""
     budgets = {"auto": "auto", "two outputs": 2 * 8 * 64 * (32 + 4) * 4 / 2**30, "none": 0.0}

@@ -96,11 +96,12 @@ def _check_retention(config: RunConfig, sources: Sources) -> None:
             retention.mode,
             "attention_retention.layers is given too; give one of them",
         )
-    if (retention.block_inputs == "host") != (retention.host_budget_gib is not None):
+    if (retention.block_inputs == "device") != (retention.host_budget_gib is None):
         raise sources.error(
             "attention_retention.host_budget_gib",
             retention.host_budget_gib,
-            'goes together with attention_retention.block_inputs = "host"; give both or neither',
+            'goes together with attention_retention.block_inputs = "host" or "auto"; give both or '
+            "neither",
         )
     if retention.mode != "auto" and retention.budget_gib != "auto":
         raise sources.error(

@@ -31,12 +31,14 @@ class AttentionRetentionConfig:
     is kept."""
 
     safety_margin: float = option(0.1, at_least=0, below=1, titan="")
-    """For budget_gib = "auto": share of the memory that stays free."""
+    """For budget_gib and block_inputs = "auto": share of the memory that stays free."""
 
-    block_inputs: Literal["device", "host"] = option("device", titan="")
+    block_inputs: Literal["device", "host", "auto"] = option("device", titan="")
     """Where each block's input waits for backward. host: in host memory, pinned beside a GPU;
-    copied there while the next block computes, and fetched a block ahead in backward."""
+    copied there while the next block computes, and fetched a block ahead in backward. auto: as
+    host for two steps; then those come back for which the second step's peak leaves room on the
+    device, less safety_margin, before anything is spent on attention."""
 
     host_budget_gib: float | None = option(None, above=0, titan="")
-    """For block_inputs = "host": GiB of host memory per rank. Inputs for which there is no room
-    stay on the device, those of the last blocks."""
+    """For block_inputs = "host" and "auto": GiB of host memory per rank. Inputs for which there is
+    no room stay on the device, those of the last blocks."""

@@ -58,3 +58,17 @@ class HostBuffers:
     def give_back(self, buffer: torch.Tensor) -> None:
         """Let the buffer be used again; nothing may still read or write it."""
         self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def shrink(self, num_bytes: int) -> int:
+        """Free as many unused buffers as make at most `num_bytes`, and none are allocated again.
+
+        Returns their bytes.
+        """
+        freed_bytes = 0
+        for size, buffers in self._free.items():
+            while buffers and freed_bytes + size <= num_bytes:
+                buffers.pop()
+                freed_bytes += size
+        self.allocated_bytes -= freed_bytes
+        self.budget_bytes = self.allocated_bytes
+        return freed_bytes

@@ -44,12 +44,13 @@ class Levels:
     """The level of every layer on this rank, by its index; may change between steps only.
 
     shapes: filled in when the model is parallelised. clock: times attention's parts, if anybody
-    wants to know.
+    wants to know. host: where block inputs wait, if not on the device.
     """
 
     of_layer: dict[int, Level] = field(default_factory=dict)
     shapes: dict[int, AttentionShape] = field(default_factory=dict)
     clock: CallClock | None = None
+    host: HostInputs | None = None
 
     def kinds(self, layer: int) -> frozenset[str]:
         """The kinds of calls that this layer keeps."""
@@ -69,7 +70,8 @@ class BlockRetention(ActivationCheckpointing):
 
     def __init__(self, config: BlockRetention.Config, dump_folder: str = "") -> None:
         super().__init__(config, dump_folder)
-        self._host = HostInputs(config.host_budget_bytes) if config.host_budget_bytes else None
+        if config.host_budget_bytes:
+            config.levels.host = HostInputs(config.host_budget_bytes)
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         assert isinstance(self.config, BlockRetention.Config)
@@ -77,7 +79,7 @@ class BlockRetention(ActivationCheckpointing):
         levels, layer = self.config.levels, int(base_fqn.rpartition(".")[2])
         return checkpoint_wrapper(
             module,
-            checkpoint_fn=functools.partial(_checkpoint, self._host, layer),
+            checkpoint_fn=functools.partial(_checkpoint, levels.host, layer),
             context_fn=lambda: retention_contexts(levels.kinds(layer), levels.clock)(),
             preserve_rng_state=self.config.preserve_rng_state,
             determinism_check=self.config.determinism_check,

@@ -1,5 +1,5 @@
-"""Chooses the levels of `[attention_retention]`: at the start, and for mode "auto" again once steps
-have shown how long attention's parts take and how much memory is left.
+"""Decides for `[attention_retention]` what is kept and where: at the start, and for "auto" again
+once steps have shown how long attention's parts take and how much memory is left.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.memory.call_clock import CallClock
+from titan_relay.memory.host_inputs import HostInputs
 from titan_relay.memory.retention import Level, RetentionPlan, plan_retention, retention_of
 from titan_relay.titan.metrics_memory import resident_peak_bytes, usable_memory_bytes
 from titan_relay.titan.retention import KERNEL, PROJECTION, Levels
@@ -49,6 +50,9 @@ class RetentionChoice:
         self._levels, self._device, self._local_ranks = levels, device, local_ranks
         self._microbatch = microbatch_of(run, degrees_of(run, world_size), itemsize)
         self._num_steps = 0
+        # A dry run on fake tensors takes no time to measure and has no memory to fill.
+        is_dry = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        self._is_open = not is_dry and "auto" in (self._section.mode, self._section.block_inputs)
         self._set(self._first_plan())
         log_block_inputs(run, self._microbatch, len(levels.shapes))
 
@@ -65,45 +69,62 @@ class RetentionChoice:
                 for cost in costs
             }
             return retention_of(costs, given, num_alive)
-        # A dry run on fake tensors takes no time to measure and has no memory to fill.
-        if not torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
+        if self._is_open:
             self._levels.clock = CallClock()
         budget_bytes = 0.0 if section.budget_gib == "auto" else section.budget_gib * _GIB
         return plan_retention(costs, budget_bytes, num_alive)
 
     def after_step(self) -> None:
-        """Look at the clock and, for budget_gib = "auto", at the memory that is left."""
-        clock = self._levels.clock
-        if clock is None:
+        """Decide once, after the second step, by the clock and the memory that is left."""
+        if not self._is_open:
             return
         self._num_steps += 1
+        clock = self._levels.clock
         if self._num_steps < _MEASURED_STEP:
-            clock.reset()
+            if clock is not None:
+                clock.reset()
             return
-        self._levels.clock = None
-        measured, budget_bytes = self._agree(clock)
-        costs = layer_costs(self._levels.shapes, self._microbatch, measured)
-        logger.info(
-            f"Attention of a layer takes {1000 * measured.kernel:.3f} ms in its kernel and "
-            f"{1000 * measured.projections:.3f} ms in its projections; "
-            f"{budget_bytes / _GIB:.3f} GiB may be kept of them"
-        )
-        self._set(plan_retention(costs, budget_bytes, self._microbatch.num_alive))
+        self._is_open, self._levels.clock = False, None
+        left_bytes = self._tightest(self._left_bytes())
+        if self._section.block_inputs == "auto" and self._levels.host is not None:
+            left_bytes -= self._take_inputs_back(self._levels.host, left_bytes)
+        if clock is not None:
+            self._choose_levels(clock, left_bytes)
 
-    def _agree(self, clock: CallClock) -> tuple[Seconds, float]:
-        """The slowest rank's times and the tightest rank's budget, the same on all ranks."""
+    def _take_inputs_back(self, host: HostInputs, left_bytes: float) -> int:
+        buffers = host.buffers
+        wanted_bytes = buffers.allocated_bytes
+        freed_bytes = buffers.shrink(int(left_bytes))
+        logger.info(
+            f"Block inputs: {left_bytes / _GIB:.3f} GiB are left on the device; of "
+            f"{wanted_bytes / _GIB:.3f} GiB in host memory {freed_bytes / _GIB:.3f} come back"
+        )
+        return freed_bytes
+
+    def _choose_levels(self, clock: CallClock, left_bytes: float) -> None:
+        """By what the slowest rank measured; bytes are those of the tightest rank."""
+        section = self._section
         seconds = clock.seconds()
         num_layers = max(1, clock.num_calls.get(KERNEL, 0))  # over all layers and microbatches
-        section = self._section
-        budget = self._left_bytes() if section.budget_gib == "auto" else section.budget_gib * _GIB
-        figures = torch.tensor(
-            [*(seconds.get(kind, 0.0) / num_layers for kind in (KERNEL, PROJECTION)), -budget],
-            dtype=torch.float64,
-            device=self._device,
+        kernel, projections = (
+            -self._tightest(-seconds.get(kind, 0.0) / num_layers) for kind in (KERNEL, PROJECTION)
         )
-        dist.all_reduce(figures, dist.ReduceOp.MAX)
-        kernel, projections, budget = figures.tolist()
-        return Seconds(kernel, projections), -budget
+        budget_bytes = self._tightest(
+            left_bytes if section.budget_gib == "auto" else section.budget_gib * _GIB
+        )
+        logger.info(
+            f"Attention of a layer takes {1000 * kernel:.3f} ms in its kernel and "
+            f"{1000 * projections:.3f} ms in its projections; "
+            f"{budget_bytes / _GIB:.3f} GiB may be kept of them"
+        )
+        costs = layer_costs(self._levels.shapes, self._microbatch, Seconds(kernel, projections))
+        self._set(plan_retention(costs, budget_bytes, self._microbatch.num_alive))
+
+    def _tightest(self, value: float) -> float:
+        """The least of all ranks'."""
+        least = torch.tensor(value, dtype=torch.float64, device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return float(least.item())
 
     def _left_bytes(self) -> float:
         """What the peak of a step leaves of the memory, less the margin."""

@@ -93,13 +93,18 @@ def log_block_inputs(run: RunConfig, microbatch: Microbatch, num_layers: int) ->
     """Say how many of this rank's block inputs have room on the host."""
     if run.attention_retention.host_budget_gib is None:
         return
-    tp = microbatch.tp if run.parallelism.enable_sequence_parallel else 1
-    unit_bytes = microbatch.num_tokens // tp * run.model.dim * microbatch.itemsize
+    unit_bytes = block_input_bytes(run, microbatch)
     wanted = num_layers * microbatch.num_alive
     fitting = min(wanted, int(run.attention_retention.host_budget_gib * _GIB / unit_bytes))
     logger.info(
         f"Block inputs in host memory: {fitting} of {wanted}, {fitting * unit_bytes / _MIB:.2f} MiB"
     )
+
+
+def block_input_bytes(run: RunConfig, microbatch: Microbatch) -> int:
+    """One block's input, of one microbatch on this rank."""
+    tp = microbatch.tp if run.parallelism.enable_sequence_parallel else 1
+    return microbatch.num_tokens // tp * run.model.dim * microbatch.itemsize
 
 
 def log_plan(plan: RetentionPlan) -> None:

@@ -34,7 +34,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan in words, with the peaks of a run's first step and of every later one."""
+    """A plan in words, with the peaks of a process's first step: of a run that begins, and of one
+    that has an optimizer's state already."""
 
     lines: list[str]
     first_bytes: int
@@ -106,13 +107,11 @@ def _main() -> None:
     plan = plan_run(
         request.run, request.world_size, request.device, rank=request.rank, worst=request.worst
     )
-    memory = plan.memory
+    start = plan.start  # what this process's first step is like
     # By its public name, not as a class of `__main__`, which is another module for the reader.
     from titan_relay.titan.plan import background
 
-    planned = background.Planned(
-        plan_lines(plan), memory.first.live_bytes, memory.steady.live_bytes
-    )
+    planned = background.Planned(plan_lines(plan), start.first.live_bytes, start.steady.live_bytes)
     pickle.dump(planned, answer)
     answer.flush()
 

@@ -9,6 +9,7 @@ from titan_relay.config import RunConfig, degrees_of
 from titan_relay.memory.devices import Device
 from titan_relay.memory.step_memory import StepMemory
 from titan_relay.titan.plan.dry_run import dry_run
+from titan_relay.titan.plan.settled import settled
 from titan_relay.titan.relay_plan import RelayPlan, relay_plan
 
 # What live tensors cannot have of a device: the driver's context, communication buffers, library
@@ -21,7 +22,9 @@ class Plan:
     """What is known of a run before it starts.
 
     Attributes:
-        memory: one rank's step under balanced routing (or the skew asked for).
+        memory: one rank's step under balanced routing (or the skew asked for), once
+            `[attention_retention]` has decided by the memory that is left.
+        start: a step before that, the first two of a process; often the same.
         worst_bytes: the same rank's peak if every token of every rank chooses its experts; None
             if it was not asked for. The relay's does not depend on the routing.
         relay: which ring runs and what it works with; None without one.
@@ -32,13 +35,14 @@ class Plan:
     rank: int
     device: Device
     memory: StepMemory
+    start: StepMemory
     worst_bytes: int | None
     relay: RelayPlan | None
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of any step but the first, which needs less."""
-        return max(self.memory.steady.live_bytes, self.memory.first.live_bytes)
+        """The peak of any step, before the decision and after it."""
+        return max(_highest(self.memory), _highest(self.start))
 
     @property
     def usable_bytes(self) -> int | None:
@@ -49,6 +53,11 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether the peak is within `usable_bytes`; None on CPU."""
         return None if self.usable_bytes is None else self.peak_bytes <= self.usable_bytes
+
+
+def _highest(memory: StepMemory) -> int:
+    """The first step of a run needs less than others, but for what only it does."""
+    return max(memory.steady.live_bytes, memory.first.live_bytes)
 
 
 def usable_bytes(device: Device) -> int | None:
@@ -72,12 +81,25 @@ def plan_run(
     Raises:
         RuntimeError: this process is in a process group already.
     """
-    memory = dry_run(run, world_size, device, rank=rank, skew=skew)
-    worst_bytes: int | None = max(memory.steady.live_bytes, memory.first.live_bytes)
+    memory = start = dry_run(run, world_size, device, rank=rank, skew=skew)
+    later = _settled(run, world_size, start, device)
+    if later is not None:
+        memory = dry_run(later, world_size, device, rank=rank, skew=skew)
+    worst_bytes: int | None = max(_highest(memory), _highest(start))
     if run.relay.dispatcher == "alltoall" and degrees_of(run, world_size).ep > 1:
         worst_bytes = None
         if worst:
             at_worst = dry_run(run, world_size, device, rank=rank, skew=math.inf)
-            worst_bytes = max(at_worst.steady.live_bytes, at_worst.first.live_bytes)
+            worst_bytes = _highest(at_worst)
     relay = relay_plan(run, world_size, on_cpu=device.is_cpu)
-    return Plan(run, world_size, rank, device, memory, worst_bytes, relay)
+    return Plan(run, world_size, rank, device, memory, start, worst_bytes, relay)
+
+
+def _settled(
+    run: RunConfig, world_size: int, start: StepMemory, device: Device
+) -> RunConfig | None:
+    usable = usable_bytes(device)
+    if usable is None or device.capacity_bytes is None:
+        return None
+    within_margin = device.capacity_bytes * (1 - run.attention_retention.safety_margin)
+    return settled(run, world_size, start, min(usable, within_margin))

@@ -51,7 +51,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "peak_phase": peak.phase,
         "peak_op": peak.op,
-        "first_step_peak_bytes": plan.memory.first.live_bytes,
+        "first_step_peak_bytes": plan.start.first.live_bytes,
+        "settling_peak_bytes": plan.start.steady.live_bytes,
         "host_bytes": plan.memory.host_bytes,
         "worst_routing_peak_bytes": plan.worst_bytes,
         "usable_bytes": plan.usable_bytes,
@@ -91,12 +92,22 @@ def _peak_lines(plan: Plan) -> list[str]:
     unit, name_of_unit = _unit(plan)
     lines = [f"{'live at the peak':<28} {name_of_unit:>9}"]
     lines += [f"  {name:<26} {num_bytes / unit:9.2f}" for name, num_bytes in rows]
-    first = plan.memory.first.live_bytes
+    first = plan.start.first.live_bytes
     return [
         *lines,
         f"The peak is in {when(peak.phase)}. Step 1, before the optimizer has its state, "
         f"peaks at {first / unit:.2f} {name_of_unit}.",
+        *(_settling_line(plan) if plan.start is not plan.memory else []),
         *(_host_line(plan) if plan.memory.host_bytes else []),
+    ]
+
+
+def _settling_line(plan: Plan) -> list[str]:
+    unit, name_of_unit = _unit(plan)
+    start = plan.start.steady.live_bytes / unit
+    return [
+        "The first two steps, after which [attention_retention] decides by what they leave, peak "
+        f"at {start:.2f} {name_of_unit}."
     ]
 
 
