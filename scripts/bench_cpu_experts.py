@@ -6,15 +6,18 @@ The other side is what a layer over ``torch._grouped_mm`` does: gather the route
 products, SwiGLU, a grouped product, scores, sum per token; its backward is autograd's. The relay's
 backward starts from the inputs alone, so the other backward recomputes its forward, too.
 
-Times are CPU time of one thread (of a shared machine the wall says little), the least of several
-interleaved rounds. Where ``torch._grouped_mm`` refuses a shape, the table says so. Both sides are
-compared with each other first. The table goes to standard output as Markdown.
+Times are CPU time of one thread (of a shared machine the wall says little), medians over rounds in
+which both sides run, each first in every other round, because the second finds warmer caches; a
+ratio is the median of the rounds' ratios. Where ``torch._grouped_mm`` refuses a shape, the table
+says so. Both sides are compared with each other first. The table goes to standard output as
+Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -170,16 +173,29 @@ def check_same(left: list[torch.Tensor], right: list[torch.Tensor], dtype: torch
             sys.exit(f"error: the two sides differ by {error:.1e}, more than {tolerance}")
 
 
-def least_ms(functions: list[Callable[[], object]], rounds: int) -> list[float]:
-    """The least CPU time of each, in milliseconds; a round calls all of them."""
-    times: list[list[float]] = [[] for _ in functions]
-    for round_index in range(rounds + 1):
-        for function, taken in zip(functions, times, strict=True):
-            start = time.thread_time()
-            function()
-            if round_index > 0:  # the first warms up
-                taken.append(1e3 * (time.thread_time() - start))
-    return [min(taken) for taken in times]
+def paired_ms(
+    mine: Callable[[], object], theirs: Callable[[], object], rounds: int
+) -> tuple[float, float, float]:
+    """Median CPU times of both in milliseconds, and the median of theirs over mine."""
+    pairs: list[tuple[float, float]] = []
+    for index in range(rounds + 1):
+        if index % 2:
+            second, first = taken_ms(theirs), taken_ms(mine)
+            pair = first, second
+        else:
+            pair = taken_ms(mine), taken_ms(theirs)
+        if index > 0:  # the first warms up
+            pairs.append(pair)
+    ratio = statistics.median(other / own for own, other in pairs)
+    own_ms, other_ms = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return own_ms, other_ms, ratio
+
+
+def taken_ms(function: Callable[[], object]) -> float:
+    """CPU time of one call, in milliseconds."""
+    start = time.thread_time()
+    function()
+    return 1e3 * (time.thread_time() - start)
 
 
 def row(shape: tuple[int, ...], name: str, rounds: int) -> str:
@@ -197,20 +213,18 @@ def row(shape: tuple[int, ...], name: str, rounds: int) -> str:
         if "stride" not in str(refusal):
             raise
         forward, backward = (
-            least_ms([lambda run=run: run(layer)], rounds)[0]  # type: ignore[misc]
+            statistics.median(taken_ms(lambda run=run: run(layer)) for _ in range(rounds))  # type: ignore[misc]
             for run in (relay_forward, relay_backward)
         )
         return f"{title} {forward:.1f} | refused | | {backward:.1f} | refused | |"
     check_same([relay_forward(layer)], reference, layer.x_TD.dtype)
     check_same(relay_backward(layer), grouped_backward(layer), layer.x_TD.dtype)
-    forward, other = least_ms([lambda: relay_forward(layer), grouped], rounds)
-    backward, other_backward = least_ms(
-        [lambda: relay_backward(layer), lambda: grouped_backward(layer)], rounds
-    )
-    return (
-        f"{title} {forward:.1f} | {other:.1f} | {other / forward:.2f} "
-        f"| {backward:.1f} | {other_backward:.1f} | {other_backward / backward:.2f} |"
-    )
+    forward = paired_ms(lambda: relay_forward(layer), grouped, rounds)
+    backward = paired_ms(lambda: relay_backward(layer), lambda: grouped_backward(layer), rounds)
+    columns = [
+        f"{mine:.1f} | {other:.1f} | {ratio:.2f}" for mine, other, ratio in (forward, backward)
+    ]
+    return f"{title} {' | '.join(columns)} |"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -221,13 +235,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--shape", type=int, nargs=6, metavar=("T", "D", "F", "E", "K", "SKEW"), help="only this"
     )
+    parser.add_argument("--dtype", choices=DTYPES, help="only this one")
     args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
+    if args.shape and (min(args.shape[:5]) < 1 or args.shape[5] < 0):
+        parser.error(f"--shape {args.shape}: sizes must be at least 1, SKEW at least 0")
+    if args.shape and args.shape[4] > args.shape[3]:
+        parser.error(f"--shape: K = {args.shape[4]} must be at most E = {args.shape[3]}")
     torch.set_num_threads(1)
     shapes = [tuple(args.shape)] if args.shape else SHAPES
     print(f"| {' | '.join(COLUMNS)} |")
     print("|" + "---|" * len(COLUMNS))
     started = time.monotonic()
-    runs = [(shape, name) for name in DTYPES for shape in shapes]
+    names = [args.dtype] if args.dtype else list(DTYPES)
+    runs = [(shape, name) for name in names for shape in shapes]
     for index, (shape, name) in enumerate(runs):
         print(row(shape, name, args.rounds), flush=True)
         elapsed = time.monotonic() - started

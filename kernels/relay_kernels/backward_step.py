@@ -63,15 +63,13 @@ def step_backward_experts_(
     workspace: BackwardWorkspace,
 ) -> None:
     """``backward.backward_experts_`` in plain PyTorch."""
-    scores_N = scores_TK.reshape(-1)
-    top_k = scores_TK.shape[1]
     if gradients.weights is not None and not gradients.accumulate_weights:
         _zero_experts_without_rows(gradients.weights, segments)
     matrices = _Matrices.of(weights)
+    workspace.index.begin(rows_N, scores_TK, segments[-1][1])
     for step in steps(segments, workspace.max_rows):
         num_rows = step.last - step.first
-        rows_n = rows_N[step.first : step.last]
-        row_n, token_n, score_n1 = workspace.index.load(rows_n, scores_N, top_k)
+        row_n, token_n, score_n1 = workspace.index.of(step.first, step.last)
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         g_nD = torch.index_select(dout_TD, 0, token_n, out=workspace.g_RD[:num_rows])
         dh1_nF, dh3_nF, a_nF = _hidden_gradients(

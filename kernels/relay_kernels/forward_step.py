@@ -20,7 +20,7 @@ from relay_kernels.workspace import ForwardWorkspace
 Segment = tuple[int, int]
 
 # Up to here it pays to gather and activate the rows of several experts together.
-_SHARED_STEP_ROWS = 256
+_SHARED_STEP_ROWS = 512
 
 
 def step_forward_experts_(
@@ -34,13 +34,12 @@ def step_forward_experts_(
     workspace: ForwardWorkspace,
 ) -> None:
     """``forward.forward_experts_`` in plain PyTorch."""
-    scores_N = scores_TK.reshape(-1)
-    top_k = scores_TK.shape[1]
     hidden = workspace.hidden
     w1, w3, w2 = transposed(weights.w1_gFD), transposed(weights.w3_gFD), transposed(weights.w2_gDF)
+    workspace.index.begin(rows_N, scores_TK, segments[-1][1])
     for step in steps(segments, workspace.max_rows):
         num_rows = step.last - step.first
-        _, token_n, score_n1 = workspace.index.load(rows_N[step.first : step.last], scores_N, top_k)
+        _, token_n, score_n1 = workspace.index.of(step.first, step.last)
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         h1_nF, h3_nF = hidden.wide(num_rows)
         products_(h1_nF, x_nD, w1, weights.b1_gF, step)

@@ -19,6 +19,8 @@ from relay_kernels.choice import uses_triton
 
 # 256 KiB of float32: a core's second-level cache holds a backward's five such buffers.
 _BLOCK_NUMEL = 65536
+# Steps whose row numbers are worked out together.
+_INDEX_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,10 @@ class HiddenBuffers:
         return [buffer[:num_rows] for buffer in self._wide]
 
     def blocks(self, num_rows: int) -> Iterator[slice]:
-        """The rows of each block."""
+        """The rows of each block; all of them where blocks need no buffers."""
+        if not self._copies and not self._extra:
+            yield slice(0, num_rows)
+            return
         for first in range(0, num_rows, self._block_rows):
             yield slice(first, min(first + self._block_rows, num_rows))
 
@@ -119,35 +124,51 @@ def block_rows(shape: StepShape) -> int:
 
 
 class RowIndex:
-    """For the rows of one step: row and token numbers (int64), scores in the math dtype."""
+    """Row and token numbers (int64) and scores in the math dtype, of many steps' rows at a time.
+
+    Steps are short, and a call of an operator costs as much as its work on so few numbers.
+    """
 
     def __init__(self, shape: StepShape) -> None:
-        self.row_R, self.token_R = torch.empty(
-            2, shape.max_rows, dtype=torch.int64, device=shape.device
+        size = _INDEX_STEPS * shape.max_rows
+        self._row_I, self._token_I = torch.empty(
+            2, size, dtype=torch.int64, device=shape.device
         ).unbind(0)
-        self.score_R = torch.empty(shape.max_rows, dtype=shape.math_dtype, device=shape.device)
+        self._score_I = torch.empty(size, dtype=shape.math_dtype, device=shape.device)
+        self._first = self._last = 0
 
-    def load(
-        self, rows_n: torch.Tensor, scores_N: torch.Tensor, top_k: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Row numbers, tokens and scores ``(n, 1)`` of the given rows.
+    def begin(self, rows_N: torch.Tensor, scores_TK: torch.Tensor, last: int) -> None:
+        """Other rows from now on: those of ``rows_N`` before ``last``."""
+        self._rows_N, self._end = rows_N, last
+        self._scores_N, self._top_k = scores_TK.reshape(-1), scores_TK.shape[1]
+        self._first = self._last = 0
+
+    def of(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Row numbers, tokens and scores ``(n, 1)`` of the sorted rows ``first <= i < last``.
 
         Example: with ``top_k = 2`` the rows ``[5, 0]`` are choice 1 of token 2 and choice 0 of
         token 0, so tokens are ``[2, 0]`` and scores ``[scores_TK[2, 1], scores_TK[0, 0]]``.
         """
-        num_rows = rows_n.shape[0]
-        row_n = self.row_R[:num_rows].copy_(rows_n)
-        token_n = torch.div(row_n, top_k, rounding_mode="floor", out=self.token_R[:num_rows])
-        score_n = self.score_R[:num_rows]
-        if scores_N.dtype == score_n.dtype:
-            torch.index_select(scores_N, 0, row_n, out=score_n)
+        if first < self._first or last > self._last:
+            self._load(first)
+        rows = slice(first - self._first, last - self._first)
+        return self._row_I[rows], self._token_I[rows], self._score_I[rows].unsqueeze(1)
+
+    def _load(self, first: int) -> None:
+        last = min(first + self._row_I.shape[0], self._end)
+        num_rows = last - first
+        row_i = self._row_I[:num_rows].copy_(self._rows_N[first:last])
+        torch.div(row_i, self._top_k, rounding_mode="floor", out=self._token_I[:num_rows])
+        score_i = self._score_I[:num_rows]
+        if self._scores_N.dtype == score_i.dtype:
+            torch.index_select(self._scores_N, 0, row_i, out=score_i)
         else:
-            score_n.copy_(torch.index_select(scores_N, 0, row_n))
-        return row_n, token_n, score_n.unsqueeze(1)
+            score_i.copy_(torch.index_select(self._scores_N, 0, row_i))
+        self._first, self._last = first, last
 
     @staticmethod
     def num_bytes(shape: StepShape) -> int:
-        return shape.max_rows * (16 + shape.math_dtype.itemsize)
+        return _INDEX_STEPS * shape.max_rows * (16 + shape.math_dtype.itemsize)
 
 
 class ForwardWorkspace:
