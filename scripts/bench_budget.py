@@ -25,6 +25,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from budget.candidates import Choice, within_budget
+from longest.arguments import above_0, at_least_1, variants
 from longest.measured import largest, search_variant, start_rank
 
 from titan_relay.config import RunConfig, load_config, validate
@@ -60,6 +61,14 @@ def main(argv: list[str] | None = None) -> int:
         answers = mp.get_context("spawn").SimpleQueue()
         mp.spawn(_rank_main, args=(folder, run, args, answers), nprocs=args.world_size)
         speeds: list[Speed] = answers.get()
+    if not speeds:
+        why = f"{BASELINE} does" if args.seq_len is None else "the variants do"
+        print(
+            f"error: --budget-mib {args.budget_mib:g}: {why} not fit at "
+            f"{'any' if args.seq_len is None else 'this'} length; give more",
+            file=sys.stderr,
+        )
+        return EXIT_USER_ERROR
     if args.json:
         print(json.dumps([asdict(speed) for speed in speeds], indent=2))
     else:
@@ -83,7 +92,7 @@ def _rank_main(
         return largest(memory.steady.live_bytes)
 
     choices: list[Choice] = []
-    for name in args.variants:
+    for name in args.variants if seq_len else ():
         for choice in within_budget(run, name, seq_len, budget_bytes, peak_of):
             say(
                 f"{name}: batch {choice.local_batch_size}, keeps {choice.retention}, "
@@ -160,14 +169,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, help="the run's TOML file")
-    parser.add_argument("--world-size", type=int, required=True, help="ranks to start")
-    parser.add_argument("--budget-mib", type=float, required=True, help="live bytes of a rank")
-    parser.add_argument("--seq-len", type=int, help="instead of the baseline's longest")
+    parser.add_argument("--world-size", type=at_least_1, required=True, help="ranks to start")
+    parser.add_argument("--budget-mib", type=above_0, required=True, help="live bytes of a rank")
+    parser.add_argument("--seq-len", type=at_least_1, help="instead of the baseline's longest")
     parser.add_argument(
-        "--variants", type=lambda text: text.split(","), default=[BASELINE, "relay-recompute"],
+        "--variants", type=variants, default=[BASELINE, "relay-recompute"],
         help=f"any of {','.join(VARIANTS)}",
     )  # fmt: skip
-    parser.add_argument("--turns", type=int, default=3, help="timed steps of each choice")
+    parser.add_argument("--turns", type=at_least_1, default=3, help="timed steps of each choice")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     return parser.parse_known_args(argv)
 

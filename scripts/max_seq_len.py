@@ -10,13 +10,13 @@ the limit is a budget of live tensor bytes. Further arguments are configuration 
 
 import argparse
 import json
-import math
 import os
 import sys
 
 # Fake CPU tensors stand for the device's, whatever this machine has.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+from longest.arguments import above_0, at_least_1, variants
 from longest.measured import search_measured
 from longest.planned import search_planned
 from longest.result import Result
@@ -59,11 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for arguments that are missing, out of range or would do nothing."""
-    if args.world_size < 1:
-        raise ValueError(f"--world-size {args.world_size}: must be at least 1")
-    if args.for_layers is not None and args.for_layers < 1:
-        raise ValueError(f"--for-layers {args.for_layers}: must be at least 1")
+    """Raise `ValueError` for arguments that are missing or would do nothing."""
     if args.for_layers is not None and args.json:
         raise ValueError("--for-layers adds lines to the table; leave out --json")
     if args.measure and args.device is not None:
@@ -72,8 +68,6 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--measure needs --budget-mib, the live bytes of a rank")
     if not args.measure and args.budget_mib is not None:
         raise ValueError("--budget-mib is the budget of --measure; give --device a number of GiB")
-    if args.budget_mib is not None and not 0 < args.budget_mib < math.inf:
-        raise ValueError(f"--budget-mib {args.budget_mib}: must be a number above 0")
     if not args.measure and args.device is None:
         raise ValueError("--device is missing; name one, or measure with --measure")
 
@@ -118,29 +112,20 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, help="the run's TOML file")
-    parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
+    parser.add_argument("--world-size", type=at_least_1, required=True, help="ranks of the run")
     parser.add_argument("--device", help="such as h100-80g, or a number of GiB")
     parser.add_argument(
         "--variants", type=variants, default=list(VARIANTS),
         help=f"any of {','.join(VARIANTS)} (default: all)",
     )  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="real steps on CPU ranks")
-    parser.add_argument("--budget-mib", type=float, help="live bytes of a rank, with --measure")
+    parser.add_argument("--budget-mib", type=above_0, help="live bytes of a rank, with --measure")
     parser.add_argument(
-        "--for-layers", type=int, metavar="N",
+        "--for-layers", type=at_least_1, metavar="N",
         help="also say what the growth per token would be at N layers that keep their input only",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON only")
     return parser.parse_known_args(argv)
-
-
-def variants(text: str) -> list[str]:
-    """Names between commas."""
-    names = text.split(",")
-    for name in names:
-        if name not in VARIANTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(VARIANTS)}")
-    return names
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--rank {args.rank}: must be at least 0 and below --world-size")
         if not 0 < args.skew < math.inf:
             raise ValueError(f"--skew {args.skew}: must be a number above 0; 1 is balanced")
+        if args.picture and not Path(args.picture).resolve().parent.is_dir():
+            raise ValueError(f"--picture {args.picture}: there is no such folder")
     except ValueError as error:  # ConfigError among them
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if plan.fits is False:
         if not args.json:
             print("Looking for changes that would make it fit ...", file=sys.stderr)
-        changes = nearest_changes(run, args.world_size, device)
+        changes = nearest_changes(run, args.world_size, device, plan.peak_bytes)
     if args.picture:
         title = f"{args.config}, rank {args.rank} of {args.world_size} on {device.name}"
         Path(args.picture).write_text(svg_of(plan.memory.curve, title, plan.usable_bytes))

@@ -45,7 +45,7 @@ def within_budget(
 
 def _levels(run: RunConfig) -> tuple[str, ...]:
     """Retention is the relay's to choose; the all-to-all's variant says what is recomputed."""
-    return ("full", "recompute") if run.relay.dispatcher == "relay" else ("",)
+    return ("full", "output", "recompute") if run.relay.dispatcher == "relay" else ("",)
 
 
 def _choice(base: RunConfig, variant: str, level: str, batch: int) -> Choice:

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from longest.result import Result, made_of, result_of
 from titan_relay.config import RunConfig, degrees_of
-from titan_relay.titan.plan.longest import Tried, longest, unit_of, with_length
+from titan_relay.titan.plan.longest import Tried, longest_of, with_length
 from titan_relay.titan.plan.measure import measure_steps
 from titan_relay.titan.plan.variants import variant_of
 
@@ -76,8 +76,8 @@ def search_variant(
         say(f"  {name}: {seq_len:,} tokens take {peak_bytes / 2**20:.1f} MiB")
         return tried
 
-    unit = unit_of(run, degrees_of(run, world_size))
-    found = longest(peak, unit, budget_bytes, run.training.seq_len)
+    degrees = degrees_of(run, world_size)
+    found = longest_of(peak, run, degrees, budget_bytes, run.training.seq_len)
     return result_of(name, found, tries)
 
 

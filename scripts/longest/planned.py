@@ -6,7 +6,7 @@ from longest.result import Result, made_of, result_of
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.memory.devices import Device
 from titan_relay.titan.plan.extrapolate import peak_of
-from titan_relay.titan.plan.longest import Tried, longest, unit_of, with_length
+from titan_relay.titan.plan.longest import Tried, longest_of, with_length
 from titan_relay.titan.plan.plan import usable_bytes
 from titan_relay.titan.plan.variants import variant_of
 
@@ -26,7 +26,6 @@ def search_planned(
     for number, name in enumerate(variants, 1):
         varied = variant_of(run, name)
         tries: list[Tried] = []
-        unit = unit_of(varied, degrees_of(varied, world_size))
 
         def peak(
             seq_len: int,
@@ -46,7 +45,8 @@ def search_planned(
             return tries[-1]
 
         say(f"{name} ({number} of {len(variants)}), limit {limit / 2**30:.2f} GiB")
-        found = longest(peak, unit, limit, first or varied.training.seq_len)
+        degrees = degrees_of(varied, world_size)
+        found = longest_of(peak, varied, degrees, limit, first or varied.training.seq_len)
         first = first if found is None else found.seq_len
         results.append(result_of(name, found, tries))
     return results

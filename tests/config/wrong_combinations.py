@@ -82,6 +82,28 @@ COMBINATIONS = [
         toml="[attention_retention]\nhost_budget_gib = 8.0",
     ),
     Wrong(
+        "margin for nothing",
+        'case.toml: attention_retention.safety_margin = 0.3: needs mode = "auto" or '
+        'block_inputs = "auto"; leave it out',
+        toml="[attention_retention]\nsafety_margin = 0.3",
+    ),
+    Wrong(
+        "kernels of no relay",
+        'case.toml: relay.kernels = "triton": needs relay.dispatcher = "relay"; leave it out',
+        toml='[relay]\ndispatcher = "alltoall"\nkernels = "triton"',
+    ),
+    Wrong(
+        "chunks of a loss in one piece",
+        'case.toml: loss.num_chunks = 4: needs loss.name = "chunked_cross_entropy"; leave it out',
+        toml="[loss]\nnum_chunks = 4",
+    ),
+    Wrong(
+        "size of chunks that are counted",
+        'case.toml: loss.max_chunk_mib = 64.0: needs loss.name = "chunked_cross_entropy" and '
+        'num_chunks = "auto"; leave it out',
+        toml='[loss]\nname = "chunked_cross_entropy"\nnum_chunks = 4\nmax_chunk_mib = 64',
+    ),
+    Wrong(
         "warning only without determinism",
         "case.toml: debug.deterministic_warn_only = true: needs debug.deterministic = true",
         toml="[debug]\ndeterministic_warn_only = true",

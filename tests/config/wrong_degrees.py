@@ -144,7 +144,7 @@ PIPELINES = [
     Wrong(
         "first stage with too few layers",
         "case.toml: parallelism.pipeline_parallel_first_stage_less_layers = 9: must be at "
-        "most the layers of a stage, (4 + 9 + 1) / 2 = 7",
+        "most the layers of a stage, (4 + 9 + 1) / 2 = 7; use 5 or less",
         toml=(
             "[parallelism]\npipeline_parallel_degree = 2\n"
             "pipeline_parallel_first_stage_less_layers = 9"
@@ -169,5 +169,25 @@ PIPELINES = [
             '["lm_head"]]'
         ),
         ranks=2,
+    ),
+    *(
+        Wrong(
+            f"module lists that {fault}",
+            f"case.toml: parallelism.module_fqns_per_model_part = {lists}: {fault}; spread "
+            "tok_embeddings, layers.0 to layers.3, norm, lm_head over the lists, in this order",
+            toml=(
+                f"[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = {lists}"
+            ),
+            ranks=2,
+        )
+        for fault, lists in (
+            ("names a, which the model does not have", '[["a"], ["b"]]'),
+            ("leaves out layers.0", '[["tok_embeddings"], ["norm", "lm_head"]]'),
+            (
+                "names modules twice or out of order",
+                '[["layers.0", "layers.1", "layers.2", "layers.3", "norm", "lm_head"], '
+                '["tok_embeddings"]]',
+            ),
+        )
     ),
 ]

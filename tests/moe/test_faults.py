@@ -1,6 +1,7 @@
 """Faulty inputs stop every rank, with the layer, the rank and the token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +64,24 @@ def test_ids_out_of_range_are_found_without_being_asked_for(spoil):
         _run(MoeCase(1), 0, spoil, None, RelayOptions())
 
 
+def _narrow_x(data):
+    data.x_TD = data.x_TD[:, :-1]
+
+
+def _half_x(data):
+    data.x_TD = data.x_TD.bfloat16()
+
+
+REFUSED = [(_narrow_x, r"w1_eFD has shape"), (_half_x, r"w1_eFD has dtype torch\.float32")]
+DIFFERENT = [
+    (
+        {"circulate": "tokens"},
+        r"RelayOptions\.circulate must .* by rank: .*'auto', 'tokens', 'auto'",
+    ),
+    ({"layer": "other"}, r"RelayOptions\.layer must .* by rank: .*'layers.3', 'other', 'layers.3'"),
+]
+
+
 def _check_every_rank_stops():
     group = subgroup([0, 1, 2])
     if group is not None:
@@ -70,6 +89,14 @@ def _check_every_rank_stops():
         for spoil, kind, message in FAULTS:
             with pytest.raises(kind, match=message.format(1)):
                 _run(case, rank, spoil if rank == 1 else None, group, CHECKED)
+        for spoil, message in REFUSED:
+            message = message if rank == 1 else r"inputs of .* ranks \[1\] were refused"
+            with pytest.raises(RelayUsageError, match=message):
+                _run(case, rank, spoil if rank == 1 else None, group, CHECKED)
+        for keys, message in DIFFERENT:
+            options = replace(CHECKED, **keys) if rank == 1 else CHECKED
+            with pytest.raises(RelayUsageError, match=message):
+                _run(case, rank, None, group, options)
         check_case(case, group, CHECKED)
     dist.barrier()
 
@@ -95,6 +122,8 @@ W1, W2, W3 = torch.zeros(3, 6, 8), torch.zeros(3, 8, 6), torch.zeros(3, 6, 8)
         ((X.double(), SCORES, IDS, W1, W2, W3), "w1_eFD has dtype torch.float32; it must be that"),
         ((X, SCORES, IDS.float(), W1, W2, W3), "expert_ids_TK has dtype torch.float32"),
         ((X, IDS, IDS, W1, W2, W3), "both must be floating"),
+        ((X.long(), SCORES, IDS, W1, W2, W3), "both must be floating"),
+        ((X, SCORES, IDS, [W1], W2, W3), "w1_eFD is a list, not a tensor"),
     ],
 )
 def test_wrong_shapes_and_dtypes_are_named(arguments, message):
@@ -109,7 +138,10 @@ def test_wrong_shapes_and_dtypes_are_named(arguments, message):
         ({"num_slices": 0}, "num_slices = 0 must be"),
         ({"num_slices": True}, "num_slices = True must be"),
         ({"max_rows_per_step": -3}, "max_rows_per_step = -3 must be"),
-        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank = 0 must be"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank = 0 must be None or an integer"),
+        ({"max_tokens_per_rank": "auto"}, "max_tokens_per_rank = 'auto' must be None or"),
+        ({"deterministic": "yes"}, "deterministic = 'yes' must be True or False"),
+        ({"layer": 3}, "layer = 3 must be a string"),
         ({"grad_dtype": "fp8"}, "grad_dtype = 'fp8' must be one of"),
         ({"kernels": "cuda"}, "kernels = 'cuda' must be one of 'auto', 'triton', 'torch'"),
     ],

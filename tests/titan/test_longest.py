@@ -1,10 +1,13 @@
 """The search for the longest sequence, over made-up memory."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from titan_relay.titan.plan.longest import Tried, longest
+from tests.titan.runs import a_run, config_file, layout, load_run
+from titan_relay.config import degrees_of
+from titan_relay.titan.plan.longest import Tried, longest, longest_of, unit_of
 
 LIMIT = 1_000_000
 
@@ -33,6 +36,26 @@ def test_the_longest_that_fits(bytes_of: Callable[[int], int], answer: int, firs
     # Within one unit or 1%.
     assert answer - max(512, answer / 100) <= found.seq_len <= answer
     assert len(tries) == len(set(tries)) <= 20
+
+
+@pytest.mark.parametrize(("bytes_per_token", "answer"), [(1000, 1000), (9000, 110), (10**7, None)])
+def test_short_sequences_are_tried_where_512_tokens_do_not_fit(
+    tmp_path: Path, bytes_per_token: int, answer: int | None
+) -> None:
+    run = load_run(config_file(tmp_path).parent, a_run("", **layout(cp=2)))
+    degrees = degrees_of(run, 2)
+    unit = unit_of(run, degrees)
+
+    def peak(length: int) -> Tried:
+        return Tried(length, length * bytes_per_token, "")
+
+    found = longest_of(peak, run, degrees, LIMIT, 4096)
+    if answer is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.seq_len % unit == 0
+    assert answer - max(unit, 512 if answer >= 1024 else 0) < found.seq_len <= answer
 
 
 def test_nothing_fits() -> None:

@@ -109,7 +109,7 @@ def looks(folder: str) -> dict[str, Any]:
         "deep, from shallow": peak_of(deep, 4, CPU).live_bytes,
         "lines": plan_lines(plan),
         "json": plan_json(plan),
-        "changes": nearest_changes(alltoall, 4, small),
+        "changes": nearest_changes(alltoall, 4, small, 2**40),
         "priced": {ep: _kept_by_experts(path, ep) for ep in (1, 8)},
     }
 

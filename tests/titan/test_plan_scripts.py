@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -55,9 +56,7 @@ def test_a_wrong_question_is_one_line(tmp_path: Path, arguments: list[str], word
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--world-size", "0", "--device", "cpu"], "--world-size 0: must be at least 1"),
         (["--world-size", "2", "--device", "1", "--budget-mib", "9"], "the budget of --measure"),
-        (["--world-size", "2", "--measure", "--budget-mib", "nan"], "must be a number above 0"),
         (["--world-size", "2"], "--device is missing"),
     ],
 )
@@ -70,6 +69,36 @@ def test_options_of_the_search_that_would_do_nothing(
     args, _ = max_seq_len.parse(["--config", "unread.toml", *arguments])
     with pytest.raises(ValueError, match=words):
         max_seq_len.check(args)
+
+
+@pytest.mark.parametrize("name", ["max_seq_len", "bench_budget"])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--world-size", "0"], "argument --world-size: 0 must be at least 1"),
+        (["--budget-mib", "nan"], "argument --budget-mib: nan must be a number above 0"),
+        (["--budget-mib", "-3"], "argument --budget-mib: -3 must be a number above 0"),
+        (["--variants", "relay-recompute,x"], "argument --variants: 'x' is none of"),
+    ],
+)
+def test_arguments_out_of_range(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    wrong: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what the import hides comes back
+    given = ["--config", "unread.toml", "--world-size", "2", "--budget-mib", "100", *wrong]
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).parse(given)
+    assert words in capsys.readouterr().err
+
+
+def test_a_picture_needs_a_folder(tmp_path: Path) -> None:
+    arguments = ["--config", str(config_file(tmp_path)), "--world-size", "1", "--device", "cpu"]
+    done = script("plan.py", *arguments, "--picture", str(tmp_path / "no" / "a.svg"), code=2)
+    assert "there is no such folder" in done.stderr
 
 
 def test_a_run_that_does_not_fit_gets_changes_and_a_picture(tmp_path: Path) -> None:

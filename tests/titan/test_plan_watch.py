@@ -104,6 +104,24 @@ def test_a_plan_that_fails_is_one_warning_and_no_error(
     assert metrics.notes == []
 
 
+def test_a_run_that_ends_before_its_plan_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Slow(Ready):
+        def poll(self) -> Planned | None:
+            return None
+
+    monkeypatch.setattr(watch, "BackgroundPlan", Slow)
+    plan = PlanWatch(run_of(tmp_path), 1, 0, Metrics(1))  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO):
+        plan.after_step(1)
+        plan.close()
+        plan.close()
+    assert [record.message for record in caplog.records] == [
+        "The run ended before its plan was ready; --plan makes one by itself."
+    ]
+
+
 def test_the_other_process_answers_or_says_why_not(tmp_path: Path) -> None:
     request = Request(run_of(tmp_path), 1, 0, device_named("cpu"))
     good = BackgroundPlan(request)

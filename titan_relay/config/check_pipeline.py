@@ -54,12 +54,35 @@ def _check_stages(config: RunConfig, sources: Sources) -> None:
                 asked.module_fqns_per_model_part,
                 f"{_refusal(stages, degree, schedule)}; give {_wanted(degree, schedule)} lists",
             )
+        _check_modules(config, asked.module_fqns_per_model_part, sources)
         return
     stages = degree * (1 if schedule in _SINGLE_STAGE else 2)
     if asked.pipeline_parallel_layers_per_stage is not None:
         stages = _stages_of_layers(config, asked.pipeline_parallel_layers_per_stage)
         _check_layers_per_stage(config, stages, sources)
     _check_layers(config, stages, sources)
+
+
+def _check_modules(config: RunConfig, parts: tuple[tuple[str, ...], ...], sources: Sources) -> None:
+    """Every module of the model is in one stage, in the model's order."""
+    layers = [f"layers.{index}" for index in range(config.model.num_layers)]
+    wanted = ["tok_embeddings", *layers, "norm", "lm_head"]
+    given = [name for part in parts for name in part]
+    if given == wanted:
+        return
+    unknown = [name for name in given if name not in wanted]
+    missing = [name for name in wanted if name not in given]
+    fault = "names modules twice or out of order"
+    if missing:
+        fault = f"leaves out {missing[0]}"
+    if unknown:
+        fault = f"names {unknown[0]}, which the model does not have"
+    raise sources.error(
+        "parallelism.module_fqns_per_model_part",
+        parts,
+        f"{fault}; spread tok_embeddings, layers.0 to {layers[-1]}, norm, lm_head over the lists, "
+        "in this order",
+    )
 
 
 def _fits(stages: int, degree: int, schedule: str) -> bool:
@@ -131,9 +154,11 @@ def _check_layers(config: RunConfig, stages: int, sources: Sources) -> None:
         )
     for which, less in (("first", first), ("last", last)):
         if less > per_stage:
+            rest = layers + first + last - less
+            most = max(each for each in range(less) if each <= (rest + each) // stages)
             raise sources.error(
                 f"parallelism.pipeline_parallel_{which}_stage_less_layers",
                 less,
                 f"must be at most the layers of a stage, ({layers} + {first} + {last}) / {stages} "
-                f"= {per_stage}",
+                f"= {per_stage}; use {most} or less",
             )

@@ -103,6 +103,13 @@ def _check_retention(config: RunConfig, sources: Sources) -> None:
             'goes together with attention_retention.block_inputs = "host" or "auto"; give both or '
             "neither",
         )
+    decides = "auto" in (retention.mode, retention.block_inputs)
+    if retention.safety_margin != AttentionRetentionConfig().safety_margin and not decides:
+        raise sources.error(
+            "attention_retention.safety_margin",
+            retention.safety_margin,
+            'needs mode = "auto" or block_inputs = "auto"; leave it out',
+        )
     if retention.mode != "auto" and retention.budget_gib != "auto":
         raise sources.error(
             "attention_retention.budget_gib",
@@ -118,6 +125,10 @@ def check_debug(config: RunConfig, sources: Sources) -> None:
             "relay.deterministic",
             True,
             'needs relay.dispatcher = "relay"; use debug.deterministic',
+        )
+    if config.relay.kernels != "auto" and config.relay.dispatcher != "relay":
+        raise sources.error(
+            "relay.kernels", config.relay.kernels, 'needs relay.dispatcher = "relay"; leave it out'
         )
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         raise sources.error(

@@ -36,8 +36,8 @@ class AttentionRetentionConfig:
     block_inputs: Literal["device", "host", "auto"] = option("device", titan="")
     """Where each block's input waits for backward. host: in host memory, pinned beside a GPU;
     copied there while the next block computes, and fetched a block ahead in backward. auto: as
-    host for two steps; then those come back for which the second step's peak leaves room on the
-    device, less safety_margin, before anything is spent on attention."""
+    host for two steps; then those come back for which the second step's peak leaves room, less
+    safety_margin."""
 
     host_budget_gib: float | None = option(None, above=0, titan="")
     """For block_inputs = "host" and "auto": GiB of host memory per rank. Inputs for which there is

@@ -23,6 +23,7 @@ from titan_relay.config.option import Rule
 from titan_relay.config.suggest import nearest
 from titan_relay.config.toml_text import WrittenFloat
 
+_NUMBERS = (int, float, bool)
 _LARGEST_INT = 2**63 - 1  # TOML's integers have 64 bits
 
 
@@ -36,9 +37,13 @@ def _read(annotation: Any, rule: Rule, raw: Any, place: Place) -> Any:
     if either is not None:
         if raw == either.word:
             return either.value
-        if isinstance(raw, str) and either.inner in (int, float, bool):
-            raise _wrong(annotation, rule, raw, place)
-        return _read(either.inner, rule, raw, place)
+        if either.inner not in _NUMBERS:
+            return _read(either.inner, rule, raw, place)
+        try:
+            return _read(either.inner, rule, raw, place)
+        except ConfigError:
+            hint = "" if isinstance(raw, str) else _spelling(either.inner, raw)
+            raise place.error(raw, f"must be {expectation(annotation, rule)}{hint}") from None
     if choices_of(annotation):
         return _read_choice(annotation, rule, raw, place)
     if item_of(annotation) is not None:

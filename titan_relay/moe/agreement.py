@@ -6,35 +6,45 @@ few host-side numbers over the ring's control channel, once, and a difference is
 every rank. The same message carries a rank's faulty inputs, so that all ranks stop, not one.
 """
 
+import json
 import zlib
+from typing import Any
 
 import torch
 
 from titan_relay.moe.call import RelayCall
 from titan_relay.moe.errors import RelayUsageError, RingError
-from titan_relay.moe.faults import Fault, raise_fault
+from titan_relay.moe.faults import REFUSED, Fault, raise_fault
+from titan_relay.moe.ring import Ring
 from titan_relay.moe.routing import counts_matrix
 
 _NUM_TOKENS = "x_TD's number of tokens T"
+_SETTINGS = "the settings"
 _FIELDS = (
     _NUM_TOKENS,
     "x_TD's dimension D",
     "w1_eFD's expert dimension F",
     "the number of experts",
     "scores_TK's top-k",
-    "the dtype",
-    "the options, the activation, the presence of biases or the scores' dtype",
+    _SETTINGS,
 )
+_SETTINGS_BYTES = 4096
 
 
 def agree(call: RelayCall, num_tokens: int, fault: Fault) -> None:
     """Raise on every rank, naming ranks and values, when ranks differ or a rank has a fault."""
     every = _gather(call, [*_fingerprint(call, num_tokens), *fault])
     num_fields = len(_FIELDS)
+    _check_none_refused(call, [Fault(*row[num_fields:]) for row in every])
     _check_equal(call, [row[:num_fields] for row in every])
     _check_num_tokens(call, [row[0] for row in every])
     for rank, row in enumerate(every):
         raise_fault(Fault(*row[num_fields:]), rank, call.options.layer, call.shape.num_experts)
+
+
+def announce_refusal(ring: Ring) -> None:
+    """Tell the others, who are or will be in ``agree``, that this rank's call is refused."""
+    ring.control.gather([0] * len(_FIELDS) + [*REFUSED])
 
 
 def gather_counts(call: RelayCall, counts: torch.Tensor) -> list[list[list[int]]]:
@@ -50,16 +60,26 @@ def gather_counts(call: RelayCall, counts: torch.Tensor) -> list[list[list[int]]
 
 def _fingerprint(call: RelayCall, num_tokens: int) -> list[int]:
     shape = call.shape
-    described = f"{call.options.spec} {call.activation} {shape.has_biases} {shape.score_dtype}"
     return [
         num_tokens,
         shape.dim,
         shape.expert_dim,
         shape.num_experts,
         shape.top_k,
-        zlib.crc32(str(shape.dtype).encode()),
-        zlib.crc32(described.encode()),
+        zlib.crc32(json.dumps(_settings(call)).encode()),
     ]
+
+
+def _settings(call: RelayCall) -> dict[str, Any]:
+    """What is no number, by name."""
+    options = json.loads(call.options.spec)
+    return {
+        "x_TD's dtype": str(call.shape.dtype),
+        "scores_TK's dtype": str(call.shape.score_dtype),
+        "the presence of biases": call.shape.has_biases,
+        "the activation": str(call.activation),
+        **{f"RelayOptions.{name}": value for name, value in options.items()},
+    }
 
 
 def _gather(call: RelayCall, numbers: list[int]) -> list[list[int]]:
@@ -76,10 +96,12 @@ def _gather(call: RelayCall, numbers: list[int]) -> list[list[int]]:
 
 def _check_equal(call: RelayCall, every: list[list[int]]) -> None:
     for index, name in enumerate(_FIELDS):
-        values = [row[index] for row in every]
+        values: list[Any] = [row[index] for row in every]
         if len(set(values)) == 1:
             continue
         fix = ""
+        if name == _SETTINGS:
+            name, values = _differing_setting(call)
         if name == _NUM_TOKENS:
             if call.options.max_tokens_per_rank is not None:
                 continue
@@ -88,6 +110,26 @@ def _check_equal(call: RelayCall, every: list[list[int]]) -> None:
             f"{_layer(call)}{name} must be equal on all ranks of the expert-parallel group; "
             f"by rank: {values}{fix}"
         )
+
+
+def _check_none_refused(call: RelayCall, faults: list[Fault]) -> None:
+    refused = [rank for rank, fault in enumerate(faults) if fault == REFUSED]
+    if refused:
+        raise RelayUsageError(
+            f"{_layer(call)}inputs of the expert-parallel group's ranks {refused} were refused; "
+            "their errors say why"
+        )
+
+
+def _differing_setting(call: RelayCall) -> tuple[str, list[Any]]:
+    """The first setting that differs, and its value on every rank; all ranks call together."""
+    mine = json.dumps(_settings(call)).encode()[:_SETTINGS_BYTES]
+    every = [
+        json.loads(bytes(row).rstrip(b"\0"))
+        for row in _gather(call, [*mine.ljust(_SETTINGS_BYTES, b"\0")])
+    ]
+    name = next(name for name in every[0] if len({row[name] for row in every}) > 1)
+    return name, [row[name] for row in every]
 
 
 def _check_num_tokens(call: RelayCall, by_rank: list[int]) -> None:

@@ -14,7 +14,7 @@ import torch
 from titan_relay.moe.errors import NonFiniteError, RelayUsageError
 from titan_relay.moe.routing import NO_FAULT, RoutingPlan, fault_of
 
-_NONE, _ID_RANGE, _REPEATED_ID, _X, _SCORES = range(5)
+_NONE, _ID_RANGE, _REPEATED_ID, _X, _SCORES, _REFUSED = range(6)
 _FINITE_NAMES = {_X: "x_TD", _SCORES: "scores_TK"}
 
 
@@ -25,6 +25,10 @@ class Fault(NamedTuple):
     token: int = 0
     choice: int = 0
     expert_id: int = 0
+
+
+# Inputs whose shapes or dtypes a rank cannot work with: it says so itself, and the others stop.
+REFUSED = Fault(_REFUSED)
 
 
 def find_fault(

@@ -7,6 +7,8 @@ import torch.distributed as dist
 
 from relay_kernels import SwiGLU
 from titan_relay.moe import op  # registers the ops
+from titan_relay.moe.agreement import announce_refusal
+from titan_relay.moe.call import find_ring
 from titan_relay.moe.checkpointing import note_relay_output
 from titan_relay.moe.errors import RelayUsageError
 from titan_relay.moe.options import RelayOptions
@@ -68,8 +70,14 @@ def relay_moe(
         RingError: a neighbour died or did not answer within the ring's timeout.
     """
     num_ranks = 1 if group is None else group.size()
-    _check(x_TD, scores_TK, expert_ids_TK, w1_eFD, w2_eDF, w3_eFD, biases)
     group_name = "" if group is None or num_ranks == 1 else group.group_name
+    try:
+        _check(x_TD, scores_TK, expert_ids_TK, w1_eFD, w2_eDF, w3_eFD, biases)
+    except RelayUsageError:
+        ring = find_ring(group_name)
+        if ring is not None:
+            announce_refusal(ring)
+        raise
     slices = token_slices(options.max_tokens_per_rank or x_TD.shape[0], num_ranks, options)
     rows_N, counts = torch.ops.titan_relay.route(
         expert_ids_TK, w1_eFD.shape[0] * num_ranks, slices.num, slices.length, options.kernels
@@ -110,6 +118,11 @@ def _check(
     w3_eFD: torch.Tensor,
     biases: ExpertBiases | None,
 ) -> None:
+    given = {"x_TD": x_TD, "scores_TK": scores_TK, "expert_ids_TK": expert_ids_TK}
+    given |= {"w1_eFD": w1_eFD, "w2_eDF": w2_eDF, "w3_eFD": w3_eFD}
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise RelayUsageError(f"relay_moe: {name} is a {type(value).__name__}, not a tensor")
     if x_TD.dim() != 2 or scores_TK.dim() != 2 or w1_eFD.dim() != 3:
         raise RelayUsageError(
             f"relay_moe: x_TD, scores_TK and w1_eFD have {x_TD.dim()}, {scores_TK.dim()} and "
@@ -129,16 +142,16 @@ def _check(
         _check_shape("biases.b2_eD", b2_eD, (num_local, dim))
         _check_shape("biases.b3_eF", b3_eF, (num_local, expert_dim))
         tensors |= {"biases.b1_eF": b1_eF, "biases.b2_eD": b2_eD, "biases.b3_eF": b3_eF}
-    for name, tensor in tensors.items():
-        if tensor.dtype != x_TD.dtype:
-            raise RelayUsageError(
-                f"relay_moe: {name} has dtype {tensor.dtype}; it must be that of x_TD, {x_TD.dtype}"
-            )
     if not x_TD.is_floating_point() or not scores_TK.is_floating_point():
         raise RelayUsageError(
             f"relay_moe: x_TD and scores_TK have dtypes {x_TD.dtype} and {scores_TK.dtype}; "
             "both must be floating"
         )
+    for name, tensor in tensors.items():
+        if tensor.dtype != x_TD.dtype:
+            raise RelayUsageError(
+                f"relay_moe: {name} has dtype {tensor.dtype}; it must be that of x_TD, {x_TD.dtype}"
+            )
     if expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool:
         raise RelayUsageError(
             f"relay_moe: expert_ids_TK has dtype {expert_ids_TK.dtype}; it must be an integer dtype"

@@ -75,7 +75,14 @@ class RelayOptions:
         _check_count("num_slices", self.num_slices)
         _check_count("max_rows_per_step", self.max_rows_per_step)
         if self.max_tokens_per_rank is not None:
-            _check_count("max_tokens_per_rank", self.max_tokens_per_rank)
+            _check_count("max_tokens_per_rank", self.max_tokens_per_rank, word=None)
+        for name in ("deterministic", "check_finite"):
+            if not isinstance(getattr(self, name), bool):
+                raise RelayUsageError(
+                    f"RelayOptions: {name} = {getattr(self, name)!r} must be True or False"
+                )
+        if not isinstance(self.layer, str):
+            raise RelayUsageError(f"RelayOptions: layer = {self.layer!r} must be a string")
         if self.grad_dtype not in _GRAD_DTYPES:
             raise RelayUsageError(
                 f"RelayOptions: grad_dtype = {self.grad_dtype!r} must be one of "
@@ -100,8 +107,10 @@ def options_from_spec(spec: str) -> RelayOptions:
     return RelayOptions(**json.loads(spec))
 
 
-def _check_count(name: str, value: int | str) -> None:
-    if value == AUTO:
+def _check_count(name: str, value: object, word: str | None = AUTO) -> None:
+    if word is not None and value == word:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RelayUsageError(f'RelayOptions: {name} = {value!r} must be "auto" or at least 1')
+        raise RelayUsageError(
+            f"RelayOptions: {name} = {value!r} must be {word!r} or an integer of at least 1"
+        )

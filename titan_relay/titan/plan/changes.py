@@ -28,12 +28,15 @@ class Change:
         """The change and its effect in one line."""
         flags = " ".join(f"--{key} {value}" for key, value in self.settings.items())
         verdict = "fits" if self.fits else "does not fit"
-        return f"{flags}: peak {self.peak_bytes / 2**30:.2f} GiB, {verdict}"
+        unit, name = (2**30, "GiB") if self.peak_bytes >= 2**30 else (2**20, "MiB")
+        return f"{flags}: peak {self.peak_bytes / unit:.2f} {name}, {verdict}"
 
 
-def nearest_changes(run: RunConfig, world_size: int, device: Device) -> list[Change]:
-    """Every single change with its peak, smallest first; and if none of them fits, the first
-    combination that does, made of the best change at each turn.
+def nearest_changes(
+    run: RunConfig, world_size: int, device: Device, peak_bytes: int
+) -> list[Change]:
+    """Every single change that lowers the peak, now `peak_bytes`, smallest first; and if none of
+    them fits, the first combination that does, made of the best change at each turn.
 
     Peaks are those of rank 0 under balanced routing, extrapolated from few layers.
     """
@@ -42,6 +45,7 @@ def nearest_changes(run: RunConfig, world_size: int, device: Device) -> list[Cha
     changes = [
         Change(settings, peak, peak <= limit)
         for settings, peak in _peaks(run, {}, world_size, device)
+        if peak < peak_bytes
     ]
     changes.sort(key=lambda change: change.peak_bytes)
     if not changes or changes[0].fits:

@@ -56,6 +56,19 @@ def longest(peak: Callable[[int], Tried], unit: int, limit_bytes: int, first: in
     return fits
 
 
+def longest_of(
+    peak: Callable[[int], Tried], run: RunConfig, degrees: Degrees, limit_bytes: int, first: int
+) -> Tried | None:
+    """`longest` for a run: in steps of 512 tokens a rank or, where not even one step fits, of as
+    few as layout and loss allow."""
+    finest = unit_of(run, degrees)
+    coarse = math.lcm(finest, _GRAIN * degrees.cp * degrees.tp)
+    found = longest(peak, coarse, limit_bytes, first)
+    if found is None and finest < coarse:
+        found = longest(peak, finest, limit_bytes, coarse // 2)
+    return found
+
+
 def _next_longer(before: Tried | None, fits: Tried, unit: int, limit_bytes: int) -> int:
     """Where the line through the two longest that fit meets the limit, at most 4 times as long."""
     lowest = fits.seq_len + unit
@@ -84,13 +97,12 @@ def _along_line(
 
 
 def unit_of(run: RunConfig, degrees: Degrees) -> int:
-    """What sequence lengths are multiples of: what layout and loss need, at least 512 a rank."""
+    """What sequence lengths must be multiples of, for layout and loss."""
     multiple, _ = sequence_multiple(run, degrees)
     chunks = 1
     if run.loss.name == "chunked_cross_entropy" and run.loss.num_chunks != "auto":
         chunks = run.loss.num_chunks
-    local = degrees.cp * degrees.tp
-    return math.lcm(multiple, chunks * local, _GRAIN * local)
+    return math.lcm(multiple, chunks * degrees.cp * degrees.tp)
 
 
 def with_length(run: RunConfig, seq_len: int) -> RunConfig:

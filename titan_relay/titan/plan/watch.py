@@ -60,14 +60,19 @@ class PlanWatch:
             planned = self._plan.poll()
         except PlanError as error:
             logger.warning(f"There is no plan of this run: {error}")
-            self.close()
+            self._stop()
             return
         if planned is not None:
             self._report(planned, step)
-            self.close()
+            self._stop()
 
     def close(self) -> None:
         """Stop planning if the run ends first."""
+        if self._plan is not None:
+            logger.info("The run ended before its plan was ready; --plan makes one by itself.")
+        self._stop()
+
+    def _stop(self) -> None:
         if self._plan is not None:
             self._plan.close()
             self._plan = None
