@@ -16,6 +16,7 @@ Markdown.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
@@ -213,17 +214,17 @@ def row(shape: tuple[int, ...], name: str, rounds: int) -> str:
         if "stride" not in str(refusal):
             raise
         forward, backward = (
-            statistics.median(taken_ms(lambda run=run: run(layer)) for _ in range(rounds))  # type: ignore[misc]
+            statistics.median(taken_ms(functools.partial(run, layer)) for _ in range(rounds))
             for run in (relay_forward, relay_backward)
         )
         return f"{title} {forward:.1f} | refused | | {backward:.1f} | refused | |"
     check_same([relay_forward(layer)], reference, layer.x_TD.dtype)
     check_same(relay_backward(layer), grouped_backward(layer), layer.x_TD.dtype)
-    forward = paired_ms(lambda: relay_forward(layer), grouped, rounds)
-    backward = paired_ms(lambda: relay_backward(layer), lambda: grouped_backward(layer), rounds)
-    columns = [
-        f"{mine:.1f} | {other:.1f} | {ratio:.2f}" for mine, other, ratio in (forward, backward)
-    ]
+    pairs = (
+        paired_ms(lambda: relay_forward(layer), grouped, rounds),
+        paired_ms(lambda: relay_backward(layer), lambda: grouped_backward(layer), rounds),
+    )
+    columns = [f"{own:.1f} | {other:.1f} | {ratio:.2f}" for own, other, ratio in pairs]
     return f"{title} {' | '.join(columns)} |"
 
 
