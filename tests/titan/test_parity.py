@@ -5,6 +5,9 @@ import pytest
 from tests.support.distributed import run_ranks
 from tests.titan.runs import Run, Steps, a_run, config_file, layout, train_all, write_data
 
+# One fixture trains some forty runs; a slow or shared machine may take its time.
+pytestmark = pytest.mark.timeout(1000)
+
 REFERENCE = "one rank"
 ALLTOALL = {"relay__dispatcher": "alltoall"}
 
@@ -77,8 +80,8 @@ def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Steps]]:
     folder = tmp_path_factory.mktemp("parity")
     write_data(folder)
     config_file(folder)
-    one = run_ranks(train_all, 1, str(folder), _validated(ONE_RANK), timeout_s=500.0)[0]
-    four = run_ranks(train_all, 4, str(folder), _validated(FOUR_RANKS), timeout_s=500.0)
+    one = run_ranks(train_all, 1, str(folder), _validated(ONE_RANK), timeout_s=900.0)[0]
+    four = run_ranks(train_all, 4, str(folder), _validated(FOUR_RANKS), timeout_s=900.0)
     return [one | each for each in four]
 
 
