@@ -16,6 +16,11 @@ _MOST_CHANGES = 3
 _HOST_GIB = 64.0  # of a rank: half a TiB over the 8 GPUs of a machine
 
 
+def unit_for(peak_bytes: int) -> tuple[int, str]:
+    """GiB, or MiB for a plan that would be all zeros in GiB."""
+    return (2**30, "GiB") if peak_bytes >= 2**30 else (2**20, "MiB")
+
+
 @dataclass(frozen=True)
 class Change:
     """Keys to set (as on the command line), and the peak that they give."""
@@ -28,7 +33,7 @@ class Change:
         """The change and its effect in one line."""
         flags = " ".join(f"--{key} {value}" for key, value in self.settings.items())
         verdict = "fits" if self.fits else "does not fit"
-        unit, name = (2**30, "GiB") if self.peak_bytes >= 2**30 else (2**20, "MiB")
+        unit, name = unit_for(self.peak_bytes)
         return f"{flags}: peak {self.peak_bytes / unit:.2f} {name}, {verdict}"
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from titan_relay.config import degrees_of
 from titan_relay.memory.pricing import RoutedLayer
 from titan_relay.memory.step_memory import CATEGORIES
+from titan_relay.titan.plan.changes import unit_for
 from titan_relay.titan.plan.plan import RESERVED_SHARE, Plan
 from titan_relay.titan.relay_plan import microbatch_tokens
 
-_GIB = 2**30
 _MIB = 2**20
 # Parts whose working memory is worth a line, in the order of a step.
 _PARTS = (
@@ -117,8 +117,7 @@ def _host_line(plan: Plan) -> list[str]:
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
-    """GiB, or MiB for a plan that would be all zeros in GiB."""
-    return (_GIB, "GiB") if plan.peak_bytes >= _GIB else (_MIB, "MiB")
+    return unit_for(plan.peak_bytes)
 
 
 def when(phase: str) -> str:
