@@ -34,6 +34,7 @@ from titan_relay.titan.plan.variants import BASELINE, VARIANTS, variant_of
 
 EXIT_USER_ERROR = 2
 _MIB = 2**20
+_NUM_STEPS = 2  # of which the last is timed
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,9 @@ def _seconds(
     seconds = []
     for number, choice in enumerate(choices, 1):
         say(f"turn {turn + 1} of {turns}, choice {number} of {len(choices)}")
-        with small_trainer(choice.run, world_size) as trainer:
+        with small_trainer(choice.run, world_size, num_steps=_NUM_STEPS) as trainer:
             batches = trainer.batch_generator(trainer.dataloader)
-            for _ in range(2):
+            for _ in range(_NUM_STEPS):
                 dist.barrier()
                 start = time.perf_counter()
                 trainer.step += 1

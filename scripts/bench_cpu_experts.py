@@ -101,7 +101,7 @@ class Layer:
 
     def step_shape(self) -> StepShape:
         _, hidden, dim = self.weights.w1_gFD.shape
-        rows = min(ROWS_PER_STEP, self.x_TD.shape[0])
+        rows = min(ROWS_PER_STEP, self.scores_TK.numel())
         return StepShape(rows, dim, hidden, self.x_TD.dtype, CPU, kernels="torch")
 
 

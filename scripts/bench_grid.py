@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RELAY = ["relay-auto", "relay-experts"]
+RELAY = ["relay-auto", "relay-weighed", "relay-experts"]
 BASELINES = ["torchtitan", "torchtitan-recompute", "megatron", "megatron-recompute"]
 PRESETS = {
     "qwen3-30b-a3b": 0.125,

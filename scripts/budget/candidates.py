@@ -27,18 +27,19 @@ def within_budget(
     budget_bytes: int,
     peak_of: Callable[[RunConfig], int],
 ) -> Iterator[Choice]:
-    """For each level of retention the largest power-of-two batch that fits; richest level first."""
+    """For each level of retention the largest batch that fits; richest level first."""
     base = with_length(variant_of(run, variant), seq_len)
     for level in _levels(base):
         best: Choice | None = None
-        batch = 1
-        while True:
+        low, high = 0, None  # a batch of `low` fits and one of `high` does not
+        while high is None or high - low > 1:
+            batch = max(1, 2 * low) if high is None else (low + high) // 2
             choice = _choice(base, variant, level, batch)
             peak_bytes = peak_of(choice.run)
             if peak_bytes > budget_bytes:
-                break
-            best = replace(choice, peak_bytes=peak_bytes)
-            batch *= 2
+                high = batch
+            else:
+                low, best = batch, replace(choice, peak_bytes=peak_bytes)
         if best is not None:
             yield best
 

@@ -21,6 +21,7 @@ IMPLEMENTATIONS = (
     "relay-experts",
     "relay-tokens",
     "relay-auto",
+    "relay-weighed",  # auto, but experts where the routing is uneven
     "torchtitan",
     "torchtitan-recompute",
     "torchtitan-stock",
@@ -28,6 +29,7 @@ IMPLEMENTATIONS = (
     "megatron-recompute",
     "megatron-grouped",
 )
+_MAX_IMBALANCE = 1.25
 
 
 @dataclass
@@ -90,8 +92,10 @@ def _relay_layer(
     ring_group = group if setting.ep > 1 else None
     if ring_group is not None:
         relay_ring(ring_group)
+    weighed = name == "relay-weighed"
     options = RelayOptions(
-        circulate=name.removeprefix("relay-"),  # type: ignore[arg-type]
+        circulate="auto" if weighed else name.removeprefix("relay-"),  # type: ignore[arg-type]
+        max_imbalance=_MAX_IMBALANCE if weighed else None,
         num_slices=num_slices or "auto",
         max_rows_per_step=max_rows_per_step or "auto",
         layer=name,

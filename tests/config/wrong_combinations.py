@@ -88,6 +88,11 @@ COMBINATIONS = [
         toml="[attention_retention]\nsafety_margin = 0.3",
     ),
     Wrong(
+        "a limit for a ring that is fixed",
+        'case.toml: relay.max_imbalance = 1.5: needs relay.circulate = "auto"; leave it out',
+        toml='[relay]\ncirculate = "tokens"\nmax_imbalance = 1.5',
+    ),
+    Wrong(
         "kernels of no relay",
         'case.toml: relay.kernels = "triton": needs relay.dispatcher = "relay"; leave it out',
         toml='[relay]\ndispatcher = "alltoall"\nkernels = "triton"',

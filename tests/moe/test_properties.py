@@ -31,8 +31,10 @@ def cases(draw):
         seed=draw(st.integers(0, 1000)),
         tokens_by_rank=tuple(tokens),
     )
+    circulate = draw(st.sampled_from(["experts", "tokens", "auto"]))
     options = RelayOptions(
-        draw(st.sampled_from(["experts", "tokens", "auto"])),
+        circulate,
+        max_imbalance=draw(st.sampled_from([None, 1.0, 1.5])) if circulate == "auto" else None,
         num_slices=draw(st.sampled_from(["auto", 1, 2, 5])),
         max_rows_per_step=draw(st.sampled_from(["auto", 1, 2, 7])),
         max_tokens_per_rank=max(1, *tokens) + draw(st.integers(0, 2)),

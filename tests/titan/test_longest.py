@@ -1,4 +1,4 @@
-"""The search for the longest sequence, over made-up memory."""
+"""The searches for the longest sequence and for the largest batch, over made-up memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.titan.runs import a_run, config_file, layout, load_run
-from titan_relay.config import degrees_of
+from titan_relay.config import RunConfig, degrees_of
 from titan_relay.titan.plan.longest import Tried, longest, longest_of, unit_of
 
 LIMIT = 1_000_000
@@ -60,3 +60,30 @@ def test_short_sequences_are_tried_where_512_tokens_do_not_fit(
 
 def test_nothing_fits() -> None:
     assert longest(lambda length: Tried(length, LIMIT + length, ""), 512, LIMIT, 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("fits", "batches"),
+    [(0, {}), (1, {"full": 1, "output": 2}), (3, {"full": 3, "output": 6})],
+)
+def test_the_largest_batch_of_each_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: int, batches: dict[str, int]
+) -> None:
+    """``fits`` sequences that keep everything fit, and twice as many that keep the output."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    from budget.candidates import within_budget
+
+    run = load_run(config_file(tmp_path).parent, a_run("", **layout(ep=2)))
+    cost = {"full": 10, "output": 5, "recompute": 1_000}
+    tries: list[tuple[str, int]] = []
+
+    def peak(candidate: RunConfig) -> int:
+        level, batch = candidate.attention_retention.mode, candidate.training.local_batch_size
+        tries.append((level, batch))
+        return cost[level] * batch
+
+    budget = 10 * fits + 4
+    choices = list(within_budget(run, "relay-recompute", 64, budget, peak))
+    assert {choice.retention: choice.local_batch_size for choice in choices} == batches
+    assert all(choice.peak_bytes <= budget for choice in choices)
+    assert len(tries) == len(set(tries)) <= 16

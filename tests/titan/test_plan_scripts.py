@@ -142,10 +142,18 @@ def test_throughput_within_one_budget(tmp_path: Path) -> None:
     config = str(config_file(tmp_path))
     arguments = ["--config", config, "--world-size", "2", "--budget-mib", "12", "--json"]
     arguments += ["--parallelism.expert_parallel_degree", "2", "--turns", "1"]
+    arguments += ["--training.steps", "1"]  # fewer than the steps of a turn
     rows = json.loads(script("bench_budget.py", *arguments).stdout)
     assert {row["variant"] for row in rows} == {"alltoall-full-recompute", "relay-recompute"}
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert max(row["peak_bytes"] for row in rows) <= 12 * 2**20
+
+
+@pytest.mark.slow
+def test_a_budget_in_which_nothing_fits_is_one_error(tmp_path: Path) -> None:
+    arguments = ["--config", str(config_file(tmp_path)), "--world-size", "1", "--seq-len", "64"]
+    done = script("bench_budget.py", *arguments, "--budget-mib", "0.01", code=2)
+    assert "--budget-mib 0.01: the variants do not fit at this length; give more" in done.stderr
 
 
 @pytest.mark.slow

@@ -130,6 +130,12 @@ def check_debug(config: RunConfig, sources: Sources) -> None:
         raise sources.error(
             "relay.kernels", config.relay.kernels, 'needs relay.dispatcher = "relay"; leave it out'
         )
+    if config.relay.max_imbalance is not None and config.relay.circulate != "auto":
+        raise sources.error(
+            "relay.max_imbalance",
+            config.relay.max_imbalance,
+            'needs relay.circulate = "auto"; leave it out',
+        )
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         raise sources.error(
             "debug.deterministic_warn_only", True, "needs debug.deterministic = true"

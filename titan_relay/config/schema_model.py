@@ -205,6 +205,10 @@ class RelayConfig:
     """What moves from rank to rank: experts' weights, or blocks of tokens. auto: what sends fewer
     bytes, for forward and backward separately."""
 
+    max_imbalance: float | None = option(None, at_least=1, titan="")
+    """For circulate = "auto": experts circulate in a layer's call whose routing would let a rank
+    of a ring of tokens compute more than this many times its share. none: bytes alone decide."""
+
     num_slices: int | Literal["auto"] = option("auto", at_least=1, titan="")
     """The ring runs once per slice of a rank's experts (or tokens), so that its buffers hold
     slices. auto: as many as keep the buffers near two copies of the tokens."""

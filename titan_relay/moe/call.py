@@ -9,6 +9,7 @@ from relay_kernels import ExpertWeights, StepShape, SwiGLU
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.ring import Ring, relay_ring
 from titan_relay.moe.shapes import LayerShape, step_shape
+from titan_relay.moe.traffic import Circulation
 from titan_relay.moe.transport import RingExchange, Where
 
 
@@ -47,12 +48,14 @@ class RelayCall:
         if exchange is not None:
             exchange.wait()
 
-    def finish(self, exchange: RingExchange | None) -> None:
+    def finish(self, exchange: RingExchange | None, circulated: Circulation) -> None:
         """Close the exchanges and report them."""
         if exchange is None or self.ring is None:
             return
         exchange.close()
-        self.ring.telemetry.add(self.options.layer, self.operation, exchange.counts)
+        self.ring.telemetry.add(
+            self.options.layer, self.operation, exchange.counts, experts=circulated == "experts"
+        )
 
     def step_shape(self, num_tokens: int, device: torch.device) -> StepShape:
         """The step's scratch memory when ``num_tokens`` are at hand at most."""

@@ -69,7 +69,7 @@ def experts_backward(
             chain.settle(hop)
             held = arriving or held
     chain.bring_home(call, exchange, len(slices) - 1)
-    call.finish(exchange)
+    call.finish(exchange, "experts")
     return gradients
 
 

@@ -50,5 +50,5 @@ def experts_forward(
             )
             call.wait(exchange)
             held = arriving or held
-    call.finish(exchange)
+    call.finish(exchange, "experts")
     return out_TD

@@ -17,7 +17,7 @@ from titan_relay.moe.shapes import token_slices
 from titan_relay.moe.tokens_backward import tokens_backward
 from titan_relay.moe.tokens_forward import tokens_forward
 from titan_relay.moe.tokens_ring import TokenRouting
-from titan_relay.moe.traffic import backward_traffic, forward_traffic
+from titan_relay.moe.traffic import Traffic, backward_traffic, forward_traffic
 
 
 def layer_forward(
@@ -33,9 +33,9 @@ def layer_forward(
     check_finite = call.options.check_finite
     fault = find_fault(x_TD, scores_TK, plan, counts, check_finite=check_finite)
     agree(call, x_TD.shape[0], fault)
-    if forward_traffic(call.shape, call.options).circulate == "experts":
+    routing = _token_routing(call, forward_traffic(call.shape, call.options), counts)
+    if routing is None:
         return experts_forward(call, x_TD, scores_TK, plan, weights)
-    routing = _token_routing(call, counts)
     return tokens_forward(call, x_TD, scores_TK, plan, routing, weights)
 
 
@@ -51,18 +51,22 @@ def layer_backward(
 ) -> Gradients:
     """The gradients asked for; the same arguments as the forward's, and its output's gradient."""
     plan = RoutingPlan.read(rows_N, counts, call.shape.num_experts)
-    if backward_traffic(call.shape, call.options).circulate == "experts":
+    routing = _token_routing(call, backward_traffic(call.shape, call.options), counts)
+    if routing is None:
         return experts_backward(call, wants, dout_TD, x_TD, scores_TK, plan, weights)
-    routing = _token_routing(call, counts)
     return tokens_backward(call, wants, dout_TD, x_TD, scores_TK, plan, routing, weights)
 
 
-def _token_routing(call: RelayCall, counts: torch.Tensor) -> TokenRouting:
-    """Every rank's counts, exchanged on the host."""
+def _token_routing(call: RelayCall, traffic: Traffic, counts: torch.Tensor) -> TokenRouting | None:
+    """Every rank's counts, exchanged on the host, if tokens circulate; None if experts do."""
+    if traffic.circulate == "experts":
+        return None
     shape = call.shape
-    return TokenRouting(
+    routing = TokenRouting(
         token_slices(shape.num_tokens, shape.num_ranks, call.options),
         gather_counts(call, counts),
         shape.top_k,
         shape.num_local_experts,
     )
+    limit = call.options.max_imbalance
+    return None if limit is not None and routing.imbalance() > limit else routing

@@ -29,7 +29,8 @@ the backward 5, and a row's scores have 4 bytes.
 Where gradients are summed in another dtype than the weights', the backward has ``D F b`` more for a
 step's product, and ``2 g P bg`` (experts; one at W = 1) or ``e P bg`` (tokens) for sums.
 
-Only routing, scores and rows depend on top-k, and nothing depends on what the router does.
+Only routing, scores and rows depend on top-k, and nothing depends on what the router does, unless
+``options.max_imbalance`` lets it choose the ring.
 
 Notation: W ranks, T tokens per rank, K top-k, D model dimension, F expert hidden dimension, e
 experts of a rank.
@@ -46,7 +47,7 @@ from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.routing import TokenSlices
 from titan_relay.moe.shapes import LayerShape, expert_slices, step_shape, token_slices
 from titan_relay.moe.tokens_ring import num_block_buffers
-from titan_relay.moe.traffic import backward_traffic, forward_traffic
+from titan_relay.moe.traffic import Circulation, backward_traffic, circulations, forward_traffic
 
 _SORTING_BYTES_PER_ROW = 20  # int32 keys, sorted keys, int64 order, int32 order
 _ROW_BYTES = 4
@@ -74,9 +75,22 @@ class WorkingMemory:
 
 
 def forward_memory(shape: LayerShape, options: RelayOptions, device: torch.device) -> WorkingMemory:
-    """The forward on one rank, after the sort; ``routing_peak_bytes`` is the sort itself."""
+    """The forward on one rank, after the sort; ``routing_peak_bytes`` is the sort itself.
+
+    Where the routing may turn tokens into experts, the larger of both.
+    """
+    each = circulations(forward_traffic(shape, options), options)
+    return max(
+        (_forward_memory(shape, options, device, circulate) for circulate in each),
+        key=lambda memory: memory.total_bytes,
+    )
+
+
+def _forward_memory(
+    shape: LayerShape, options: RelayOptions, device: torch.device, circulate: Circulation
+) -> WorkingMemory:
     result_bytes = shape.num_tokens * shape.dim * shape.dtype.itemsize
-    if forward_traffic(shape, options).circulate == "experts":
+    if circulate == "experts":
         step = step_shape(shape, options, device, shape.num_tokens)
         passing_bytes, homeward_bytes = _weight_buffers_bytes(shape, options), 0
         routing_bytes = _rows_bytes(shape)
@@ -104,11 +118,25 @@ def backward_memory(
     *,
     weights_want_gradients: bool = True,
 ) -> WorkingMemory:
-    """The backward on one rank, with gradients of x and scores wanted."""
+    """The backward on one rank, with gradients of x and scores wanted; the larger, as above."""
+    sum_dtype = options.sum_dtype(shape.dtype) if weights_want_gradients else None
+    each = circulations(backward_traffic(shape, options), options)
+    return max(
+        (_backward_memory(shape, options, device, sum_dtype, circulate) for circulate in each),
+        key=lambda memory: memory.total_bytes,
+    )
+
+
+def _backward_memory(
+    shape: LayerShape,
+    options: RelayOptions,
+    device: torch.device,
+    sum_dtype: torch.dtype | None,
+    circulate: Circulation,
+) -> WorkingMemory:
     scores_bytes = shape.top_k * shape.score_dtype.itemsize
     hidden_bytes = shape.dim * shape.dtype.itemsize
-    sum_dtype = options.sum_dtype(shape.dtype) if weights_want_gradients else None
-    if backward_traffic(shape, options).circulate == "experts":
+    if circulate == "experts":
         step = step_shape(shape, options, device, shape.num_tokens)
         passing_bytes = _weight_buffers_bytes(shape, options)
         homeward_bytes = _gradient_buffers_bytes(shape, options, sum_dtype)

@@ -52,6 +52,11 @@ class RelayOptions:
             raise on every rank. Costs a pass over the inputs and, on a device, a synchronisation.
             Ids out of range are found without it.
         layer: the layer's name, for errors and telemetry.
+        max_imbalance: a ring of tokens works at the pace of the rank whose experts get the most
+            rows. Given, at least 1: where "auto" means tokens, and this call's routing would let
+            a rank compute more than this many times its share, experts circulate in this call;
+            with them every rank computes its own tokens' rows. Decided anew by each call's
+            counts, alike on all ranks. The peak of memory is then the larger of both rings'.
     """
 
     circulate: Literal["auto", "experts", "tokens"] = AUTO
@@ -63,6 +68,7 @@ class RelayOptions:
     deterministic: bool = False
     check_finite: bool = False
     layer: str = ""
+    max_imbalance: float | None = None
     # Made once here, not at each call: torch.compile then sees a constant.
     spec: str = field(init=False, repr=False, compare=False, default="")
 
@@ -72,6 +78,7 @@ class RelayOptions:
                 f"RelayOptions: circulate = {self.circulate!r} must be one of "
                 "'auto', 'experts', 'tokens'"
             )
+        self._check_max_imbalance()
         _check_count("num_slices", self.num_slices)
         _check_count("max_rows_per_step", self.max_rows_per_step)
         if self.max_tokens_per_rank is not None:
@@ -95,6 +102,20 @@ class RelayOptions:
             )
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         object.__setattr__(self, "spec", json.dumps(values, sort_keys=True))
+
+    def _check_max_imbalance(self) -> None:
+        value = self.max_imbalance
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
+            raise RelayUsageError(
+                f"RelayOptions: max_imbalance = {value!r} must be None or a number of at least 1"
+            )
+        if self.circulate != AUTO:
+            raise RelayUsageError(
+                f"RelayOptions: max_imbalance = {value!r} needs circulate = 'auto', not "
+                f"{self.circulate!r}, which leaves nothing to decide"
+            )
 
     def sum_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of weights of ``weight_dtype`` are summed."""

@@ -92,12 +92,13 @@ def rows_per_step(
 ) -> int:
     """Rows computed at a time out of a block of tokens.
 
-    One expert has at most one row per token, so never more than the tokens at hand.
+    Several experts with few rows share a step, so a few tokens may have more rows than tokens.
     """
     rows = options.max_rows_per_step
     if rows == AUTO:
-        rows = _CPU_ROWS_PER_STEP if device.type == "cpu" else _DEVICE_ROWS_PER_STEP
-    return max(1, min(rows, num_tokens))
+        on_cpu = device.type == "cpu"
+        rows = _CPU_ROWS_PER_STEP if on_cpu else min(_DEVICE_ROWS_PER_STEP, num_tokens)
+    return max(1, min(rows, num_tokens * shape.top_k))
 
 
 def step_shape(

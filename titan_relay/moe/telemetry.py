@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 class RingCounts:
     """Sums over some calls of one layer's forward or backward on this rank.
 
+    ``num_experts_calls`` are those in which experts circulated, and not tokens.
     ``wait_seconds`` is the time in which this process was blocked on transfers after the compute
     that should have hidden them. Where waiting is queued on the device instead of blocking the
     process (NCCL), it counts the time of queueing only.
     """
 
     num_calls: int = 0
+    num_experts_calls: int = 0
     num_messages: int = 0
     sent_bytes: int = 0
     wait_seconds: float = 0.0
@@ -25,6 +27,7 @@ class RingCounts:
     def __add__(self, other: "RingCounts") -> "RingCounts":
         return RingCounts(
             self.num_calls + other.num_calls,
+            self.num_experts_calls + other.num_experts_calls,
             self.num_messages + other.num_messages,
             self.sent_bytes + other.sent_bytes,
             self.wait_seconds + other.wait_seconds,
@@ -38,10 +41,11 @@ class RingTelemetry:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], RingCounts] = {}
 
-    def add(self, layer: str, operation: str, counts: RingCounts) -> None:
-        key = (layer, operation)
+    def add(self, layer: str, operation: str, counts: RingCounts, *, experts: bool) -> None:
+        """One call's exchanges; ``experts``: these circulated."""
+        key, call = (layer, operation), replace(counts, num_calls=1, num_experts_calls=int(experts))
         with self._lock:
-            self._counts[key] = self._counts.get(key, RingCounts()) + replace(counts, num_calls=1)
+            self._counts[key] = self._counts.get(key, RingCounts()) + call
 
     def counts(self) -> dict[tuple[str, str], RingCounts]:
         """The sums since the last ``take``, by ``(layer, operation)``."""

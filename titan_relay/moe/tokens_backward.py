@@ -78,7 +78,7 @@ def tokens_backward(
             chain.settle(hop)
             held = arriving or held
     chain.bring_home(call, exchange, slices.num - 1)
-    call.finish(exchange)
+    call.finish(exchange, "tokens")
     if dweights is not None:
         dweights = dweights.map(lambda tensor: tensor.to(call.shape.dtype))
     return Gradients(dx_TD, dscores_TK, dweights)

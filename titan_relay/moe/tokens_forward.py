@@ -66,5 +66,5 @@ def tokens_forward(
             chain.settle(hop)
             held = arriving or held
     chain.bring_home(call, exchange, slices.num - 1)
-    call.finish(exchange)
+    call.finish(exchange, "tokens")
     return out_TD

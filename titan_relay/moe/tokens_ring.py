@@ -25,6 +25,16 @@ class TokenRouting:
     def num_tokens(self, rank: int, slice_index: int) -> int:
         return sum(self.counts_WSE[rank][slice_index]) // self.top_k
 
+    def imbalance(self) -> float:
+        """Rows of the rank whose experts get the most, over the mean; 1 without rows."""
+        slices = [counts_E for counts_SE in self.counts_WSE for counts_E in counts_SE]
+        totals_E = [sum(counts) for counts in zip(*slices, strict=True)]
+        share = self.num_local_experts
+        received = [
+            sum(totals_E[first : first + share]) for first in range(0, len(totals_E), share)
+        ]
+        return max(received) * len(received) / sum(received) if sum(received) else 1.0
+
     def segments(self, owner: int, slice_index: int, visited: int) -> list[Segment]:
         """The rows of ``owner``'s block that go to the experts of rank ``visited``."""
         bounds = [0]

@@ -6,7 +6,8 @@ Per rank, with W ranks, ``e`` experts of a rank of ``P = 3 D F`` elements, ``b``
     experts   forward  (W - 1) e P b            backward  (W - 1) e P (b + bg)
     tokens    forward  (W - 1) T (2 D b + m)    backward  (W - 1) T (3 D b + m + K bs)
 
-Everything here is static and equal on all ranks, so all choose alike without talking.
+Everything here is static and equal on all ranks, so all choose alike without talking. With
+``options.max_imbalance`` a call's routing may turn tokens into experts (``layer``).
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,13 @@ class Traffic:
     experts_bytes: int
     tokens_bytes: int
     circulate: Circulation
+
+
+def circulations(traffic: Traffic, options: RelayOptions) -> tuple[Circulation, ...]:
+    """What may circulate, whatever the routing: the chosen one, and experts if it may turn."""
+    if traffic.circulate == "tokens" and options.max_imbalance is not None:
+        return ("tokens", "experts")
+    return (traffic.circulate,)
 
 
 def forward_traffic(shape: LayerShape, options: RelayOptions) -> Traffic:

@@ -24,7 +24,7 @@ from relay_kernels import (
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.routing import Segment, sort_rows
 from titan_relay.moe.shapes import LayerShape, expert_slices, step_shape, token_slices
-from titan_relay.moe.traffic import Circulation, backward_traffic, forward_traffic
+from titan_relay.moe.traffic import Circulation, backward_traffic, circulations, forward_traffic
 
 _TOKENS = 8
 _PLAIN = SwiGLU()
@@ -50,10 +50,13 @@ def warm_up(
     slices = token_slices(shape.num_tokens, shape.num_ranks, options)
     ids_TK = torch.zeros(shape.num_tokens, shape.top_k, dtype=torch.int64, device=device)
     sort_rows(ids_TK, shape.num_experts, slices, options.kernels)
-    for num_experts in _group_sizes(shape, options, forward_traffic(shape, options).circulate):
-        _forward(shape, options, device, activation, num_experts)
-    for num_experts in _group_sizes(shape, options, backward_traffic(shape, options).circulate):
-        _backward(shape, options, device, activation, num_experts)
+    for direction, traffic in (
+        (_forward, forward_traffic(shape, options)),
+        (_backward, backward_traffic(shape, options)),
+    ):
+        for circulate in circulations(traffic, options):
+            for num_experts in _group_sizes(shape, options, circulate):
+                direction(shape, options, device, activation, num_experts, circulate)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - begin_s
@@ -103,9 +106,10 @@ def _forward(
     device: torch.device,
     activation: SwiGLU,
     num_experts: int,
+    circulate: Circulation,
 ) -> None:
     rows = _Rows(shape, device, num_experts)
-    tokens = _tokens_at_hand(shape, options, forward_traffic(shape, options).circulate)
+    tokens = _tokens_at_hand(shape, options, circulate)
     workspace = forward_workspace(step_shape(shape, options, device, tokens))
     forward_experts_(
         torch.zeros_like(rows.x_TD),
@@ -125,9 +129,9 @@ def _backward(
     device: torch.device,
     activation: SwiGLU,
     num_experts: int,
+    circulate: Circulation,
 ) -> None:
     rows = _Rows(shape, device, num_experts)
-    circulate = backward_traffic(shape, options).circulate
     tokens = _tokens_at_hand(shape, options, circulate)
     sum_dtype = options.sum_dtype(shape.dtype)
     workspace = backward_workspace(step_shape(shape, options, device, tokens), sum_dtype)

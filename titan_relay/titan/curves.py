@@ -35,7 +35,8 @@ class StepCurves:
         }
 
     def relay(self) -> dict[str, float]:
-        """Bytes and messages that this rank sent on its rings per optimizer step."""
+        """Bytes and messages that this rank sent on its rings per optimizer step, and in which
+        share of its calls experts went round."""
         self._counts = sum(
             (counts for t in self._telemetries for counts in t.take().values()), RingCounts()
         )
@@ -45,6 +46,8 @@ class StepCurves:
         return {
             "relay/bytes_sent": self._counts.sent_bytes / self._num_steps,
             "relay/messages": self._counts.num_messages / self._num_steps,
+            "relay/experts_circulated": self._counts.num_experts_calls
+            / max(1, self._counts.num_calls),
         }
 
     def relay_wait(self) -> dict[str, float]:

@@ -29,6 +29,7 @@ def relay_options(run: RunConfig) -> RelayOptions:
     """The options of `[relay]`."""
     return RelayOptions(
         circulate=run.relay.circulate,
+        max_imbalance=run.relay.max_imbalance,
         num_slices=run.relay.num_slices,
         max_rows_per_step=run.relay.max_rows_per_step,
         max_tokens_per_rank=run.relay.max_tokens_per_rank,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from titan_relay.config import RunConfig
 from titan_relay.memory.step_memory import StepMemory
 from titan_relay.titan.build import build_trainer_config
+from titan_relay.titan.plan.changes import with_settings
 from titan_relay.titan.plan.quiet import quiet
 from titan_relay.titan.plan.recorder import record_step
 from titan_relay.titan.plan.stand_ins import without_files
@@ -17,9 +18,11 @@ from titan_relay.titan.trainer import RelayTrainer
 
 @contextmanager
 def small_trainer(
-    run: RunConfig, world_size: int, *, compute_in_float32: bool = False
+    run: RunConfig, world_size: int, *, num_steps: int, compute_in_float32: bool = False
 ) -> Iterator[RelayTrainer]:
-    """The run's trainer on made-up data, silent, gone at the end."""
+    """The run's trainer on made-up data, silent, for ``num_steps`` steps, gone at the end."""
+    if run.training.steps < num_steps:  # a schedule refuses steps beyond its end
+        run = with_settings(run, {"training.steps": num_steps})
     with quiet():
         config = build_trainer_config(run, world_size, compute_in_float32=compute_in_float32)
         trainer = without_files(config).build()
@@ -35,5 +38,7 @@ def measure_steps(
     run: RunConfig, world_size: int, *, num_steps: int = 1, compute_in_float32: bool = True
 ) -> list[StepMemory]:
     """What this rank's first steps take."""
-    with small_trainer(run, world_size, compute_in_float32=compute_in_float32) as trainer:
+    with small_trainer(
+        run, world_size, num_steps=num_steps, compute_in_float32=compute_in_float32
+    ) as trainer:
         return [record_step(trainer) for _ in range(num_steps)]
