@@ -7,7 +7,8 @@ Starts its own CPU ranks. The sequence length is the longest at which `alltoall-
 the budget, unless --seq-len says otherwise. Every variant then spends the budget as it likes: it
 takes the largest batch that fits, and the relay also chooses what attention keeps. The choices run
 real steps in turns, so that what else the machine does falls on all alike; medians of tokens per
-second, of all ranks together. Further arguments are configuration keys.
+second, of all ranks together. --profile N adds the N operators that take most of a step of each
+choice on rank 0. Further arguments are configuration keys.
 """
 
 import argparse
@@ -25,6 +26,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from budget.candidates import Choice, within_budget
+from budget.where_time_goes import Share, largest_shares
 from longest.arguments import above_0, at_least_1, variants
 from longest.measured import largest, search_variant, start_rank
 
@@ -47,6 +49,7 @@ class Speed:
     retention: str
     peak_bytes: int
     tokens_per_second: float
+    shares: list[Share]  # of a step's time on rank 0, with --profile
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,8 +106,9 @@ def _rank_main(
     seconds = [
         _seconds(choices, args.world_size, turn, args.turns, say) for turn in range(args.turns)
     ]
+    shares = [_shares(choice, args.world_size, args.profile, say) for choice in choices]
     if rank == 0:
-        answers.put(_speeds(choices, seconds, seq_len, args.world_size))
+        answers.put(_speeds(choices, seconds, shares, seq_len, args.world_size))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -128,8 +132,25 @@ def _seconds(
     return seconds
 
 
+def _shares(choice: Choice, world_size: int, num: int, say: Any) -> list[Share]:
+    """The largest shares of a step's time, after one to warm up."""
+    if num == 0:
+        return []
+    say(f"profiling {choice.variant}, keeps {choice.retention}")
+    with small_trainer(choice.run, world_size, num_steps=_NUM_STEPS) as trainer:
+        batches = trainer.batch_generator(trainer.dataloader)
+        trainer.step += 1
+        trainer.train_step(batches)
+        trainer.step += 1
+        return largest_shares(lambda: trainer.train_step(batches), num)
+
+
 def _speeds(
-    choices: list[Choice], seconds: list[list[float]], seq_len: int, world_size: int
+    choices: list[Choice],
+    seconds: list[list[float]],
+    shares: list[list[Share]],
+    seq_len: int,
+    world_size: int,
 ) -> list[Speed]:
     speeds = []
     for index, choice in enumerate(choices):
@@ -140,7 +161,7 @@ def _speeds(
         speeds.append(
             Speed(
                 choice.variant, seq_len, choice.local_batch_size, choice.retention,
-                choice.peak_bytes, rate,
+                choice.peak_bytes, rate, shares[index],
             )
         )  # fmt: skip
     return speeds
@@ -159,6 +180,10 @@ def table(speeds: list[Speed]) -> str:
             f"{s.variant:<26} {s.seq_len:>7,} {s.local_batch_size:>6} {s.peak_bytes / _MIB:9.1f} "
             f"{s.tokens_per_second:9.0f} {ratio:>6}  {s.retention}"
         )
+    for s in speeds:
+        if s.shares:
+            lines += ["", f"{s.variant}, batch {s.local_batch_size}, keeps {s.retention}:"]
+            lines += [share.line() for share in s.shares]
     return "\n".join(lines)
 
 
@@ -178,6 +203,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         help=f"any of {','.join(VARIANTS)}",
     )  # fmt: skip
     parser.add_argument("--turns", type=at_least_1, default=3, help="timed steps of each choice")
+    parser.add_argument(
+        "--profile", type=at_least_1, default=0, metavar="N", help="list the N largest operators"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON only")
     return parser.parse_known_args(argv)
 

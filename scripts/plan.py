@@ -18,6 +18,8 @@ from pathlib import Path
 # Fake CPU tensors stand for the device's, whatever this machine has.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+from longest.arguments import at_least_1
+
 from titan_relay.config import Loaded, load_config, validate
 from titan_relay.memory.devices import device_named
 
@@ -73,9 +75,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, help="the run's TOML file")
-    parser.add_argument("--world-size", type=positive, required=True, help="ranks of the run")
+    parser.add_argument("--world-size", type=at_least_1, required=True, help="ranks of the run")
     parser.add_argument("--device", required=True, help="such as h100-80g, a number of GiB, or cpu")
-    parser.add_argument("--seq-len", type=positive, help="instead of training.seq_len")
+    parser.add_argument("--seq-len", type=at_least_1, help="instead of training.seq_len")
     parser.add_argument("--rank", type=int, default=0, help="whose step (default 0)")
     parser.add_argument(
         "--skew", type=float, default=1.0,
@@ -84,14 +86,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--picture", metavar="FILE.svg", help="draw memory over the step")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     return parser.parse_known_args(argv)
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
 
 
 def load(config: str, keys: list[str], seq_len: int | None) -> Loaded:

@@ -3,11 +3,12 @@
 import argparse
 import math
 
-from titan_relay.titan.plan.variants import VARIANTS
-
 
 def variants(text: str) -> list[str]:
     """Names between commas."""
+    # Imports torchtitan, which takes seconds and which not every script needs to read arguments.
+    from titan_relay.titan.plan.variants import VARIANTS
+
     names = text.split(",")
     for name in names:
         if name not in VARIANTS:

@@ -36,7 +36,12 @@ FOUR_RANKS = [
         attention_retention__mode="output",
     ),
     a_run("tokens, HSDP, rep 2 dp 2 ep 2", **layout(rep=2, dp=2, ep=2), relay__circulate="tokens"),
-    a_run("room for more tokens", **layout(dp=4, ep=4), relay__max_tokens_per_rank=200),
+    a_run(
+        "room for more tokens, a limit to imbalance",
+        **layout(dp=4, ep=4),
+        relay__max_tokens_per_rank=200,
+        relay__max_imbalance=1.1,
+    ),
     a_run("no ep, dp 4", **layout(dp=4), attention_retention__mode="auto"),
     a_run("HSDP, rep 2 dp 2 ep 2", **layout(rep=2, dp=2, ep=2), relay__circulate="experts"),
     a_run(

@@ -143,9 +143,12 @@ def test_throughput_within_one_budget(tmp_path: Path) -> None:
     arguments = ["--config", config, "--world-size", "2", "--budget-mib", "12", "--json"]
     arguments += ["--parallelism.expert_parallel_degree", "2", "--turns", "1"]
     arguments += ["--training.steps", "1"]  # fewer than the steps of a turn
+    arguments += ["--profile", "3"]
     rows = json.loads(script("bench_budget.py", *arguments).stdout)
     assert {row["variant"] for row in rows} == {"alltoall-full-recompute", "relay-recompute"}
     assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert all(0 < share["share"] < 1 for row in rows for share in row["shares"])
+    assert all(len(row["shares"]) == 3 for row in rows)
     assert max(row["peak_bytes"] for row in rows) <= 12 * 2**20
 
 

@@ -1,4 +1,4 @@
-"""`relay.kernels` and `relay.deterministic`: from the file to the layers' options."""
+"""Keys of `[relay]`: from the file to the layers' options."""
 
 import logging
 
@@ -7,7 +7,7 @@ import torch
 
 from titan_relay.config import ConfigError, load_config
 from titan_relay.titan.check_device import check_device
-from titan_relay.titan.relay_plan import relay_options
+from titan_relay.titan.relay_plan import relay_options, relay_plan
 from titan_relay.titan.warm_up import warm_up_kernels
 
 
@@ -26,6 +26,23 @@ def load(*arguments):
 def test_keys_become_options(arguments, kernels, deterministic):
     options = relay_options(load(*arguments).config)
     assert (options.kernels, options.deterministic) == (kernels, deterministic)
+
+
+def test_a_limit_to_imbalance_reaches_the_layers_and_the_plan():
+    # Wide experts and few tokens, so that tokens circulate.
+    few = ["--training.seq_len", "64", "--relay.circulate", "auto"]
+    run = load(*few, "--relay.max_imbalance", "1.25").config
+    assert relay_options(run).max_imbalance == 1.25
+    plan = relay_plan(run, 4, on_cpu=True)
+    assert plan is not None
+    assert plan.forward.circulate == "tokens"
+    assert plan.may_turn(plan.forward)
+    words = "tokens circulate (experts, where the routing would let a rank compute more than 1.25 "
+    assert words in plan.lines()[0]
+    without = relay_plan(load(*few).config, 4, on_cpu=True)
+    assert without is not None
+    assert not without.may_turn(without.forward)
+    assert "(experts" not in without.lines()[0]
 
 
 def test_triton_on_cpu_is_refused_in_one_line(monkeypatch):

@@ -94,11 +94,13 @@ def rows_per_step(
 
     Several experts with few rows share a step, so a few tokens may have more rows than tokens.
     """
-    rows = options.max_rows_per_step
-    if rows == AUTO:
-        on_cpu = device.type == "cpu"
-        rows = _CPU_ROWS_PER_STEP if on_cpu else min(_DEVICE_ROWS_PER_STEP, num_tokens)
-    return max(1, min(rows, num_tokens * shape.top_k))
+    if options.max_rows_per_step != AUTO:
+        wanted = options.max_rows_per_step
+    elif device.type == "cpu":
+        wanted = _CPU_ROWS_PER_STEP
+    else:
+        wanted = min(_DEVICE_ROWS_PER_STEP, num_tokens)
+    return max(1, min(wanted, num_tokens * shape.top_k))
 
 
 def step_shape(

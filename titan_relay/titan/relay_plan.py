@@ -48,13 +48,32 @@ class RelayPlan:
     backward: Traffic
     forward_memory: WorkingMemory
     backward_memory: WorkingMemory
+    max_imbalance: float | None = None
 
     def lines(self) -> list[str]:
         """The plan in words, a line a direction."""
         return [
-            _line("forward", self.forward, self.forward_memory.total_bytes),
-            _line("backward", self.backward, self.backward_memory.total_bytes),
+            self._line("forward", self.forward, self.forward_memory.total_bytes),
+            self._line("backward", self.backward, self.backward_memory.total_bytes),
         ]
+
+    def may_turn(self, traffic: Traffic) -> bool:
+        """Whether a call's routing may make experts circulate instead of tokens."""
+        return traffic.circulate == "tokens" and self.max_imbalance is not None
+
+    def _line(self, direction: str, traffic: Traffic, memory_bytes: int) -> str:
+        turns = ""
+        if self.may_turn(traffic):
+            turns = (
+                " (experts, where the routing would let a rank compute more than "
+                f"{self.max_imbalance:g} times its share)"
+            )
+        return (
+            f"Relay {direction}: {traffic.circulate} circulate{turns}; a rank sends per layer "
+            f"{traffic.experts_bytes / _MIB:.2f} MiB with experts circulating or "
+            f"{traffic.tokens_bytes / _MIB:.2f} MiB with tokens circulating; "
+            f"working memory {memory_bytes / _MIB:.1f} MiB"
+        )
 
     def curves(self) -> dict[str, float]:
         """The same as numbers; `circulates_tokens` is 1 where tokens go round, else 0."""
@@ -84,6 +103,7 @@ def relay_plan(run: RunConfig, world_size: int, *, on_cpu: bool | None = None) -
         backward=backward_traffic(shape, options),
         forward_memory=forward_memory(shape, options, device),
         backward_memory=backward_memory(shape, options, device),
+        max_imbalance=options.max_imbalance,
     )
 
 
@@ -99,13 +119,4 @@ def relay_shape(run: RunConfig, world_size: int, *, on_cpu: bool) -> LayerShape:
         num_experts=run.model.moe.num_experts,
         top_k=run.model.moe.top_k,
         dtype=torch.bfloat16 if bfloat16 else torch.float32,
-    )
-
-
-def _line(direction: str, traffic: Traffic, memory_bytes: int) -> str:
-    return (
-        f"Relay {direction}: {traffic.circulate} circulate; a rank sends per layer "
-        f"{traffic.experts_bytes / _MIB:.2f} MiB with experts circulating or "
-        f"{traffic.tokens_bytes / _MIB:.2f} MiB with tokens circulating; "
-        f"working memory {memory_bytes / _MIB:.1f} MiB"
     )

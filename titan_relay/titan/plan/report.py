@@ -148,7 +148,9 @@ def _relay_lines(plan: Plan) -> list[str]:
     ]
     lines = [f"{'relay, one layer (MiB)':<28} {'forward':>9} {'backward':>9}"]
     rows: dict[str, list[str]] = {
-        "circulating": [str(traffic.circulate) for traffic, _ in pairs],
+        "circulating": [
+            "either" if relay.may_turn(traffic) else str(traffic.circulate) for traffic, _ in pairs
+        ],
         "sent if experts circulate": [_mib(traffic.experts_bytes) for traffic, _ in pairs],
         "sent if tokens circulate": [_mib(traffic.tokens_bytes) for traffic, _ in pairs],
         "results": [_mib(memory.result_bytes) for _, memory in pairs],
@@ -197,6 +199,7 @@ def _relay_json(plan: Plan) -> dict[str, Any]:
     return {
         direction: {
             "circulate": traffic.circulate,
+            "may_turn_to_experts": relay.may_turn(traffic),
             "sent_bytes_experts": traffic.experts_bytes,
             "sent_bytes_tokens": traffic.tokens_bytes,
             "working_bytes": memory.total_bytes,
