@@ -16,7 +16,8 @@ CHOICES: Mapping[str, Sequence[int | bool]] = {
     "num_warps": (4, 8, 16),
     "num_stages": (2, 3, 4, 5),
     "GROUP_M": (4, 8, 16),
-    "USE_TMA": (False, True),
+    "DESCRIPTORS": (False, True),
+    "WARP_SPECIALIZE": (False, True),
 }
 _WORTHWHILE = 0.99  # of the best time so far: less gain than this is noise
 

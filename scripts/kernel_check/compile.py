@@ -47,6 +47,7 @@ class Measured:
     num_tensor_core: int = 0  # of the chip's own kind, inside loops
     num_scalar_products: int = 0  # in the worst innermost loop without tensor cores
     load_widths: Mapping[str, int] = field(default_factory=dict)
+    specializes_warps: bool = False
     error: str = ""
 
 
@@ -61,6 +62,8 @@ def measure(variant: Variant, arch: str) -> Measured:
     if cached.exists():
         return _read(cached)
     measured = _measure_cubin(cubin, arch, compiled.metadata)
+    specializes = "ttg.warp_specialize" in compiled.asm["ttgir"]
+    measured = dataclasses.replace(measured, specializes_warps=specializes)
     _write(cached, measured)
     return measured
 

@@ -9,7 +9,9 @@ from kernel_check.compile import Measured
 MAX_SCALAR_PRODUCTS = 64
 
 
-def faults(measured: Measured, chip: Chip, *, needs_tensor_cores: bool) -> list[str]:
+def faults(
+    measured: Measured, chip: Chip, *, needs_tensor_cores: bool, specializes_warps: bool = False
+) -> list[str]:
     """Empty for a kernel that is fit."""
     if measured.error:
         return [f"does not compile: {measured.error}"]
@@ -29,6 +31,10 @@ def faults(measured: Measured, chip: Chip, *, needs_tensor_cores: bool) -> list[
         found.append(
             f"needs {measured.tensor_memory_columns} columns of tensor memory; {chip.arch} has "
             f"{chip.tensor_memory_columns}"
+        )
+    if specializes_warps and not measured.specializes_warps:
+        found.append(
+            "has WARP_SPECIALIZE, and the compiler gave no warps a part of their own; leave it out"
         )
     if needs_tensor_cores:
         found += _without_tensor_cores(measured, chip)

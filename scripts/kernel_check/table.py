@@ -25,7 +25,12 @@ class Row:
 
     @staticmethod
     def of(variant: Variant, arch: str, measured: Measured) -> "Row":
-        found = faults(measured, CHIPS[arch], needs_tensor_cores=variant.needs_tensor_cores)
+        found = faults(
+            measured,
+            CHIPS[arch],
+            needs_tensor_cores=variant.needs_tensor_cores,
+            specializes_warps=bool(variant.constexprs.get("WARP_SPECIALIZE", False)),
+        )
         return Row(variant.name, arch, _configuration(variant), measured, found)
 
     def cells(self) -> tuple[str, ...]:
@@ -66,7 +71,8 @@ def _configuration(variant: Variant) -> str:
         for name, value in variant.constexprs.items()
         if name.startswith("BLOCK")
     ]
-    return f"{' '.join(tile)} warps{variant.num_warps} stages{variant.num_stages}"
+    specialized = " specialized" if variant.constexprs.get("WARP_SPECIALIZE") else ""
+    return f"{' '.join(tile)} warps{variant.num_warps}{specialized} stages{variant.num_stages}"
 
 
 def _tensor_cores(measured: Measured, arch: str) -> str:

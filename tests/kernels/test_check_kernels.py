@@ -153,6 +153,15 @@ def test_ordinary_products_beside_tensor_cores_are_seen():
     assert not faults(measured, CHIPS["sm_80"], needs_tensor_cores=False)
 
 
+def test_a_switch_that_the_compiler_ignores():
+    def found(measured):
+        return faults(measured, CHIPS["sm_90"], needs_tensor_cores=False, specializes_warps=True)
+
+    (fault,) = found(Measured())
+    assert "has WARP_SPECIALIZE, and the compiler gave no warps a part of their own" in fault
+    assert not found(Measured(specializes_warps=True))
+
+
 def test_widths_of_loads_and_bytes_of_spills():
     loop = code(
         "LDG.E.128 R4, [R2]", "LDG.E.U16 R4, [R2]", "LDG.E R4, [R2]",

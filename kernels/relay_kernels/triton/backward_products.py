@@ -9,6 +9,8 @@ no atomics, the same bits every time.
 
 Shape legend: T tokens, K top-k, N = T * K routed rows (row ``t * K + k``), R rows of the chunk, D
 model dimension, F expert hidden dimension, g experts, M x N x K a tile's rows, columns and depth.
+
+``DESCRIPTORS`` and ``WARP_SPECIALIZE`` are those of ``forward``.
 """
 
 import triton
@@ -18,6 +20,7 @@ from relay_kernels.triton.common import (
     add_to_memory,
     chunk_bounds,
     halves,
+    load_depth,
     locate,
     product,
     row_tile_ends,
@@ -62,6 +65,8 @@ def dx_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):
     """``W1^T dh1[i - first] + W3^T dh3[i - first]``, summed into ``dx[rows[i] // K]``.
 
@@ -81,32 +86,35 @@ def dx_kernel(
         d_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
         f_K = tl.arange(0, BLOCK_K)
         is_inside_N = d_N < dim
-        offset_MK = r_M[:, None] * stride_r + f_K[None, :]
-        w1_KN = w1_ptr + expert.to(tl.int64) * stride_w1e
-        w1_KN += f_K[:, None].to(tl.int64) * stride_w1f
-        w1_KN += d_N[None, :].to(tl.int64) * stride_w1d
-        w3_KN = w3_ptr + expert.to(tl.int64) * stride_w3e
-        w3_KN += f_K[:, None].to(tl.int64) * stride_w3f
-        w3_KN += d_N[None, :].to(tl.int64) * stride_w3d
+        if not DESCRIPTORS:
+            offset_MK = r_M[:, None] * stride_r + f_K[None, :]
+            w1_KN = w1_ptr + expert.to(tl.int64) * stride_w1e
+            w1_KN += f_K[:, None].to(tl.int64) * stride_w1f
+            w1_KN += d_N[None, :].to(tl.int64) * stride_w1d
+            w3_KN = w3_ptr + expert.to(tl.int64) * stride_w3e
+            w3_KN += f_K[:, None].to(tl.int64) * stride_w3f
+            w3_KN += d_N[None, :].to(tl.int64) * stride_w3d
         dx_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for f in range(0, expert_dim, BLOCK_K):
-            if EVEN_K:
-                dh1, dh3 = tl.load(dh1_ptr + offset_MK), tl.load(dh3_ptr + offset_MK)
+        for f in tl.range(0, expert_dim, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
+            if DESCRIPTORS:
+                # Rows past the expert's last are another's, or zero; they are not stored.
+                row = start + row_tile * BLOCK_M - first
+                dh1, dh3 = dh1_ptr.load([row, f]), dh3_ptr.load([row, f])
+                w1 = w1_ptr.load([expert, f, column * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+                w3 = w3_ptr.load([expert, f, column * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             else:
-                is_inside_K = (f_K < expert_dim - f)[None, :]
-                dh1 = tl.load(dh1_ptr + offset_MK, mask=is_inside_K, other=0.0)
-                dh3 = tl.load(dh3_ptr + offset_MK, mask=is_inside_K, other=0.0)
-            if EVEN_K and EVEN_N:
-                w1, w3 = tl.load(w1_KN), tl.load(w3_KN)
-            else:
-                is_inside_KN = (f_K < expert_dim - f)[:, None] & is_inside_N[None, :]
-                w1 = tl.load(w1_KN, mask=is_inside_KN, other=0.0)
-                w3 = tl.load(w3_KN, mask=is_inside_KN, other=0.0)
+                is_inside_K = f_K < expert_dim - f
+                dh1 = load_depth(dh1_ptr + offset_MK, is_inside_K[None, :], EVEN_K)
+                dh3 = load_depth(dh3_ptr + offset_MK, is_inside_K[None, :], EVEN_K)
+                is_inside_KN = is_inside_K[:, None] & is_inside_N[None, :]
+                w1 = load_depth(w1_KN, is_inside_KN, EVEN_K and EVEN_N)
+                w3 = load_depth(w3_KN, is_inside_KN, EVEN_K and EVEN_N)
             dx_MN = product(dh1, w1, dx_MN, INPUT_PRECISION)
             dx_MN = product(dh3, w3, dx_MN, INPUT_PRECISION)
-            offset_MK += BLOCK_K
-            w1_KN += BLOCK_K * tl.cast(stride_w1f, tl.int64)
-            w3_KN += BLOCK_K * tl.cast(stride_w3f, tl.int64)
+            if not DESCRIPTORS:
+                offset_MK += BLOCK_K
+                w1_KN += BLOCK_K * tl.cast(stride_w1f, tl.int64)
+                w3_KN += BLOCK_K * tl.cast(stride_w3f, tl.int64)
         row_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32)
         is_stored_MN = (i_M < end)[:, None] & is_inside_N[None, :]
         column_N = d_N.to(tl.int64)[None, :] * stride_dxd

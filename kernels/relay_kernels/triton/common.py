@@ -65,6 +65,12 @@ def locate(tile, ends_G, num_columns, offsets_ptr, first, last, GROUP_M: tl.cons
 
 
 @triton.jit
+def load_depth(pointers, is_inside, EVEN_K: tl.constexpr):
+    """A tile along the summed dimension: zero past its end, if it has one within a tile."""
+    return tl.load(pointers) if EVEN_K else tl.load(pointers, mask=is_inside, other=0.0)
+
+
+@triton.jit
 def product(left, right, total, INPUT_PRECISION: tl.constexpr):
     """``total + left right`` in float32."""
     if INTERPRETED:

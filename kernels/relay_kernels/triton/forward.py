@@ -5,7 +5,8 @@ model dimension, F expert hidden dimension, g experts, M x N x K a tile's rows, 
 
 Loads beyond an edge repeat the last row or column, whose results are not stored; along the summed
 dimension they give zero. All strides are the tensors' own, so that any view is a valid operand.
-With ``DESCRIPTORS`` the weights are tensor descriptors, whose loads give zero beyond every edge.
+With ``DESCRIPTORS`` the weights, and rows that adjoin, are tensor descriptors, whose loads give
+zero beyond every edge. With ``WARP_SPECIALIZE`` some warps only load, and others multiply.
 """
 
 import triton
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from relay_kernels.triton.common import (
     add_to_memory,
+    load_depth,
     locate,
     product,
     row_tile_ends,
@@ -23,12 +25,6 @@ from relay_kernels.triton.common import (
 # Values that change from call to call must not lead to a compilation each.
 _CHANGING = ["first", "last", "num_experts"]
 _UNALIGNED = ["rows_ptr", "offsets_ptr", "scores_ptr", "positions_ptr"]
-
-
-@triton.jit
-def load_depth(pointers, is_inside, EVEN_K: tl.constexpr):
-    """A tile along the summed dimension: zero past its end, if it has one within a tile."""
-    return tl.load(pointers) if EVEN_K else tl.load(pointers, mask=is_inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=_UNALIGNED)
@@ -71,6 +67,7 @@ def up_gate_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):
     """``a[i - first] = act(W1 x[rows[i] // K] + b1, W3 x[rows[i] // K] + b3)``."""
     ends_G = row_tile_ends(offsets_ptr, first, last, num_experts, EXPERTS, BLOCK_M)
@@ -98,7 +95,7 @@ def up_gate_kernel(
             b3_N = tl.load(b3_ptr + expert.to(tl.int64) * stride_b3e + inside_N * stride_b3f)
             h1_MN += b1_N.to(tl.float32)[None, :]
             h3_MN += b3_N.to(tl.float32)[None, :]
-        for d in range(0, dim, BLOCK_K):
+        for d in tl.range(0, dim, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
             x = load_depth(x_MK, (d_K < dim - d)[None, :], EVEN_K)
             if DESCRIPTORS:
                 w1 = w1_ptr.load([expert, column * BLOCK_N, d]).reshape(BLOCK_N, BLOCK_K).T
@@ -150,6 +147,7 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):
     """``y = scores[rows[i]] * (W2 a[i - first] + b2)``, summed into ``out[rows[i] // K]``.
 
@@ -168,23 +166,25 @@ def down_kernel(
         f_K = tl.arange(0, BLOCK_K)
         r_M = (tl.minimum(i_M, end - 1) - first).to(tl.int64)
         inside_N = tl.minimum(d_N, dim - 1).to(tl.int64)
-        a_MK = a_ptr + r_M[:, None] * stride_ar + f_K[None, :]
         if not DESCRIPTORS:
+            a_MK = a_ptr + r_M[:, None] * stride_ar + f_K[None, :]
             w2_KN = w2_ptr + expert.to(tl.int64) * stride_w2e
             w2_KN += inside_N[None, :] * stride_w2d + f_K[:, None] * stride_w2f
         y_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if b2_ptr is not None:
             b2_N = tl.load(b2_ptr + expert.to(tl.int64) * stride_b2e + inside_N * stride_b2d)
             y_MN += b2_N.to(tl.float32)[None, :]
-        for f in range(0, expert_dim, BLOCK_K):
-            a = load_depth(a_MK, (f_K < expert_dim - f)[None, :], EVEN_K)
+        for f in tl.range(0, expert_dim, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
             if DESCRIPTORS:
+                # Rows past the expert's last are another's, or zero; they are not stored.
+                a = a_ptr.load([start + row_tile * BLOCK_M - first, f])
                 w2 = w2_ptr.load([expert, column * BLOCK_N, f]).reshape(BLOCK_N, BLOCK_K).T
             else:
+                a = load_depth(a_MK, (f_K < expert_dim - f)[None, :], EVEN_K)
                 w2 = load_depth(w2_KN, (f_K < expert_dim - f)[:, None], EVEN_K)
             y_MN = product(a, w2, y_MN, INPUT_PRECISION)
-            a_MK += BLOCK_K
             if not DESCRIPTORS:
+                a_MK += BLOCK_K
                 w2_KN += BLOCK_K * tl.cast(stride_w2f, tl.int64)
         row_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32)
         score_M = tl.load(scores_ptr + row_M).to(tl.float32)

@@ -94,25 +94,26 @@ def _is_divisible(value: Any) -> bool:
     return value % _ALIGNMENT == 0
 
 
-def weights_arguments(
-    weights: Mapping[str, torch.Tensor], block: tuple[str, str], config: TunedConfig
+def described_arguments(
+    operands: Mapping[str, tuple[torch.Tensor, tuple[str, str]]], config: TunedConfig
 ) -> tuple[dict[str, Any], TunedConfig]:
-    """Weights as the kernel takes them, and the configuration that says how: ``DESCRIPTORS``.
+    """Operands as the kernel takes them, and the configuration that says how: ``DESCRIPTORS``.
 
-    With descriptors the copy engine fetches tiles of ``(1, *block)``, and no thread computes their
-    addresses. That takes rows that adjoin within and begin at multiples of 16 bytes; other views
-    go by pointers.
+    With descriptors the copy engine fetches tiles, and no thread computes their addresses: of the
+    last two dimensions as large as the block sizes named, of experts one. That takes rows that
+    adjoin within and begin at multiples of 16 bytes; other views go by pointers. Without
+    descriptors there is nothing to give to warps of their own: ``WARP_SPECIALIZE``.
     """
     wanted = bool(config.constexprs.get("DESCRIPTORS", False))
-    uses = wanted and all(_is_describable(tensor) for tensor in weights.values())
-    config = replace(config, constexprs={**config.constexprs, "DESCRIPTORS": uses})
-    if not uses:
-        return dict(weights), config
-    shape = [1, *(int(config.constexprs[name]) for name in block)]
-    described = {
-        name: TensorDescriptor.from_tensor(tensor, shape) for name, tensor in weights.items()
-    }
-    return described, config
+    uses = wanted and all(_is_describable(tensor) for tensor, _ in operands.values())
+    specializes = uses and bool(config.constexprs.get("WARP_SPECIALIZE", False))
+    how = {"DESCRIPTORS": uses, "WARP_SPECIALIZE": specializes}
+    config = replace(config, constexprs={**config.constexprs, **how})
+    arguments: dict[str, Any] = {}
+    for name, (tensor, block) in operands.items():
+        tile = [1] * (tensor.dim() - 2) + [int(config.constexprs[size]) for size in block]
+        arguments[name] = TensorDescriptor.from_tensor(tensor, tile) if uses else tensor
+    return arguments, config
 
 
 def _is_describable(tensor: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from relay_kernels.triton.launch import (
     cdiv,
     chunk_arguments,
     config_for,
+    described_arguments,
     input_precision,
     most_tiles,
     num_programs,
@@ -207,15 +208,22 @@ def dx_launch(
     assert dh1_RF.stride() == dh3_RF.stride()
     assert dh1_RF.stride(1) == 1
     expert_dim, dim = w1_gFD.shape[1:]
+    rows_block, weights_block = ("BLOCK_M", "BLOCK_K"), ("BLOCK_K", "BLOCK_N")
+    operands, config = described_arguments(
+        {
+            "dh1_ptr": (dh1_RF, rows_block),
+            "dh3_ptr": (dh3_RF, rows_block),
+            "w1_ptr": (w1_gFD, weights_block),
+            "w3_ptr": (w3_gFD, weights_block),
+        },
+        config,
+    )
     return Launch(
         dx_kernel,
         {
             "dx_ptr": into,
             "positions_ptr": positions_N,
-            "dh1_ptr": dh1_RF,
-            "dh3_ptr": dh3_RF,
-            "w1_ptr": w1_gFD,
-            "w3_ptr": w3_gFD,
+            **operands,
             **chunk_arguments(chunk),
             "dim": dim,
             "expert_dim": expert_dim,

@@ -18,11 +18,11 @@ from relay_kernels.triton.launch import (
     cdiv,
     chunk_arguments,
     config_for,
+    described_arguments,
     input_precision,
     num_programs,
     power_of_2,
     strides,
-    weights_arguments,
 )
 from relay_kernels.triton.registry import KernelVariant
 from relay_kernels.triton.sum_rows import sum_rows_kernel
@@ -86,8 +86,9 @@ def up_gate_launch(
 ) -> Launch:
     assert a_RF.stride(1) == 1
     expert_dim, dim = w1_gFD.shape[1:]
-    weights, config = weights_arguments(
-        {"w1_ptr": w1_gFD, "w3_ptr": w3_gFD}, ("BLOCK_N", "BLOCK_K"), config
+    block = ("BLOCK_N", "BLOCK_K")
+    weights, config = described_arguments(
+        {"w1_ptr": (w1_gFD, block), "w3_ptr": (w3_gFD, block)}, config
     )
     return Launch(
         up_gate_kernel,
@@ -132,15 +133,17 @@ def down_launch(
     assert into.stride(1) == 1
     assert scores_N.is_contiguous()
     dim, expert_dim = w2_gDF.shape[1:]
-    weights, config = weights_arguments({"w2_ptr": w2_gDF}, ("BLOCK_N", "BLOCK_K"), config)
+    operands, config = described_arguments(
+        {"a_ptr": (a_RF, ("BLOCK_M", "BLOCK_K")), "w2_ptr": (w2_gDF, ("BLOCK_N", "BLOCK_K"))},
+        config,
+    )
     return Launch(
         down_kernel,
         {
             "out_ptr": into,
             "positions_ptr": positions_N,
-            "a_ptr": a_RF,
+            **operands,
             "scores_ptr": scores_N,
-            **weights,
             "b2_ptr": b2_gD,
             **chunk_arguments(chunk),
             "dim": dim,
