@@ -106,7 +106,7 @@ def _rank_main(
     seconds = [
         _seconds(choices, args.world_size, turn, args.turns, say) for turn in range(args.turns)
     ]
-    shares = [_shares(choice, args.world_size, args.profile, say) for choice in choices]
+    shares = [_shares(choice, args.world_size, rank, args.profile, say) for choice in choices]
     if rank == 0:
         answers.put(_speeds(choices, seconds, shares, seq_len, args.world_size))
     dist.barrier()
@@ -132,8 +132,8 @@ def _seconds(
     return seconds
 
 
-def _shares(choice: Choice, world_size: int, num: int, say: Any) -> list[Share]:
-    """The largest shares of a step's time, after one to warm up."""
+def _shares(choice: Choice, world_size: int, rank: int, num: int, say: Any) -> list[Share]:
+    """The largest shares of a step's time on rank 0, after one to warm up."""
     if num == 0:
         return []
     say(f"profiling {choice.variant}, keeps {choice.retention}")
@@ -142,7 +142,10 @@ def _shares(choice: Choice, world_size: int, num: int, say: Any) -> list[Share]:
         trainer.step += 1
         trainer.train_step(batches)
         trainer.step += 1
-        return largest_shares(lambda: trainer.train_step(batches), num)
+        if rank == 0:  # a profile takes a GiB of memory
+            return largest_shares(lambda: trainer.train_step(batches), num)
+        trainer.train_step(batches)
+        return []
 
 
 def _speeds(
