@@ -29,8 +29,9 @@ from budget.candidates import Choice, within_budget
 from budget.where_time_goes import Share, largest_shares
 from longest.arguments import above_0, at_least_1, variants
 from longest.measured import largest, search_variant, start_rank
+from longest.runs import checked_run
 
-from titan_relay.config import RunConfig, load_config, validate
+from titan_relay.config import RunConfig
 from titan_relay.titan.plan.measure import measure_steps, small_trainer
 from titan_relay.titan.plan.variants import BASELINE, VARIANTS, variant_of
 
@@ -55,9 +56,12 @@ class Speed:
 def main(argv: list[str] | None = None) -> int:
     args, keys = parse(argv)
     try:
-        run = load_config(["--config", args.config, *keys]).config
-        for name in args.variants:
-            validate(variant_of(run, name), args.world_size, args.config, files=False)
+        if "relay-retain-auto" in args.variants:
+            raise ValueError(
+                "--variants relay-retain-auto: the relay's variants try every level of what is "
+                "kept; use relay-recompute"
+            )
+        run = checked_run(args.config, keys, args.variants, args.world_size, args.seq_len)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -14,6 +14,7 @@ read nothing about GPUs from it. ``megatron-grouped`` has grouped experts instea
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -67,12 +68,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.preset:
         dim, expert_dim, args.experts, args.top_k = PRESETS[args.preset]
         args.dim, args.expert_dim = round(dim * args.scale), round(expert_dim * args.scale)
+    fault = fault_of(args)
+    if fault:
+        parser.error(fault)
     args.device = args.device or ("cuda" if torch.cuda.device_count() >= args.ep else "cpu")
-    if args.experts % args.ep:
-        parser.error(f"--experts {args.experts} must be divisible by --ep {args.ep}")
-    if args.top_k > args.experts:
-        parser.error(f"--top-k {args.top_k} must be at most --experts {args.experts}")
     return args
+
+
+def fault_of(args: argparse.Namespace) -> str:
+    """What is wrong with the arguments, before a rank is started; empty for nothing."""
+    at_least_1 = ["ep", "tokens", "dim", "expert_dim", "experts", "top_k", "iters"]
+    at_least_1 += [name for name in ("num_slices", "rows_per_step") if vars(args)[name] is not None]
+    for name in at_least_1:
+        if vars(args)[name] < 1:
+            return f"--{name.replace('_', '-')} {vars(args)[name]} must be at least 1"
+    if args.warmup < 0:
+        return f"--warmup {args.warmup} must be at least 0"
+    if not 0 <= args.skew < math.inf:
+        return f"--skew {args.skew} must be a number of at least 0"
+    if args.scale != 1.0 and not args.preset:
+        return f"--scale {args.scale} shrinks a --preset, and there is none"
+    if len(set(args.impl)) < len(args.impl):
+        return f"--impl {' '.join(args.impl)} names one twice"
+    if args.experts % args.ep:
+        return f"--experts {args.experts} must be divisible by --ep {args.ep}"
+    if args.top_k > args.experts:
+        return f"--top-k {args.top_k} must be at most --experts {args.experts}"
+    if args.device == "cuda" and torch.cuda.device_count() < args.ep:
+        return f"--device cuda: --ep {args.ep} needs as many GPUs; {torch.cuda.device_count()} here"
+    if args.json and not Path(args.json).resolve().parent.is_dir():
+        return f"--json {args.json}: there is no such folder"
+    return ""
 
 
 def setting_of(args: argparse.Namespace) -> Setting:

@@ -38,15 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: TRITON_INTERPRET = 1 turns the compiler off; unset it", file=sys.stderr)
         return 2
     begin_s = time.perf_counter()
-    jobs = [
-        (arch, dtype, index)
-        for arch in args.arch
-        for dtype in args.dtype
-        for index, variant in enumerate(_variants(args.registry, arch, dtype))
-        if any(text in variant.name for text in args.only)
-    ]
-    if not jobs:
-        print(f"error: no kernel's name contains {' or '.join(args.only)}", file=sys.stderr)
+    try:
+        jobs = _jobs(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     rows = sorted(_rows(args, jobs), key=lambda row: (row.name, args.arch.index(row.arch)))
     print(table(rows))
@@ -82,7 +77,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="what lists the kernels, called with architecture and dtype (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.workers < 1:
+        parser.error(f"--workers {args.workers}: must be at least 1")
+    return args
+
+
+def _jobs(args: argparse.Namespace) -> list[Job]:
+    """What to compile. Raises `ValueError` where that is nothing, or the registry is not there."""
+    jobs, names = [], set()
+    for arch in args.arch:
+        for dtype in args.dtype:
+            for index, variant in enumerate(_variants(args.registry, arch, dtype)):
+                names.add(variant.name.partition("/")[0])
+                if any(text in variant.name for text in args.only):
+                    jobs.append((arch, dtype, index))
+    if not jobs:
+        wanted = " or ".join(args.only)
+        raise ValueError(
+            f"--only {' '.join(args.only)}: no kernel's name contains {wanted}; kernels are "
+            f"{', '.join(sorted(names))}"
+        )
+    return jobs
 
 
 class _list_of:  # argparse names a type by its function: lower case reads better in its messages
@@ -95,12 +111,16 @@ class _list_of:  # argparse names a type by its function: lower case reads bette
                 raise argparse.ArgumentTypeError(
                     f"{name!r} must be one of {', '.join(self._allowed)}"
                 )
-        return text.split(",")
+        return list(dict.fromkeys(text.split(",")))
 
 
 def _variants(registry: str, arch: str, dtype: str) -> list[Variant]:
     module, _, function = registry.partition(":")
-    return list(getattr(importlib.import_module(module), function)(arch, DTYPES[dtype]))
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--registry {registry}: {error}") from error
+    return list(found(arch, DTYPES[dtype]))
 
 
 def _rows(args: argparse.Namespace, jobs: Sequence[Job]) -> Iterator[Row]:

@@ -5,7 +5,8 @@
 
 Searches over the planner: every try is the trainer's own step on fake tensors (a deep model's from
 two shallow ones). With --measure every try is a real step on CPU ranks that this script starts, and
-the limit is a budget of live tensor bytes. Further arguments are configuration keys.
+the limit is a budget of live tensor bytes. Further arguments are configuration keys. Exit code 1:
+no variant fits at any length.
 """
 
 import argparse
@@ -20,12 +21,13 @@ from longest.arguments import above_0, at_least_1, variants
 from longest.measured import search_measured
 from longest.planned import search_planned
 from longest.result import Result
+from longest.runs import checked_run
 
-from titan_relay.config import RunConfig, load_config, validate
+from titan_relay.config import RunConfig
 from titan_relay.memory.devices import device_named
-from titan_relay.titan.plan.variants import BASELINE, VARIANTS, variant_of
+from titan_relay.titan.plan.variants import BASELINE, VARIANTS
 
-EXIT_USER_ERROR = 2
+EXIT_NOTHING_FITS, EXIT_USER_ERROR = 1, 2
 _MIB = 2**20
 _BFLOAT16 = 2  # bytes
 
@@ -33,9 +35,7 @@ _BFLOAT16 = 2  # bytes
 def main(argv: list[str] | None = None) -> int:
     args, keys = parse(argv)
     try:
-        run = load_config(["--config", args.config, *keys]).config
-        for name in args.variants:
-            validate(variant_of(run, name), args.world_size, args.config, files=False)
+        run = checked_run(args.config, keys, args.variants, args.world_size)
         check(args)
         if args.measure:
             results = search_measured(
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         print(table(results))
         if args.for_layers:
             print(deeper(results, run, args.for_layers))
-    return 0
+    return 0 if any(result.max_seq_len for result in results) else EXIT_NOTHING_FITS
 
 
 def check(args: argparse.Namespace) -> None:

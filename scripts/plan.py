@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--skew {args.skew}: must be a number above 0; 1 is balanced")
         if args.picture and not Path(args.picture).resolve().parent.is_dir():
             raise ValueError(f"--picture {args.picture}: there is no such folder")
+        if args.picture and Path(args.picture).is_dir():
+            raise ValueError(f"--picture {args.picture}: is a folder; name a file in it")
     except ValueError as error:  # ConfigError among them
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -93,11 +93,6 @@ COMBINATIONS = [
         toml='[relay]\ncirculate = "tokens"\nmax_imbalance = 1.5',
     ),
     Wrong(
-        "kernels of no relay",
-        'case.toml: relay.kernels = "triton": needs relay.dispatcher = "relay"; leave it out',
-        toml='[relay]\ndispatcher = "alltoall"\nkernels = "triton"',
-    ),
-    Wrong(
         "chunks of a loss in one piece",
         'case.toml: loss.num_chunks = 4: needs loss.name = "chunked_cross_entropy"; leave it out',
         toml="[loss]\nnum_chunks = 4",

@@ -153,6 +153,20 @@ def test_ordinary_products_beside_tensor_cores_are_seen():
     assert not faults(measured, CHIPS["sm_80"], needs_tensor_cores=False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "routing"], "no kernel's name contains routing; kernels are "),
+        (["--registry", "no_such_module:f"], "--registry no_such_module:f: No module named"),
+        (["--registry", "relay_kernels"], "--registry relay_kernels: "),
+    ],
+)
+def test_questions_about_no_kernel(arguments, words, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert check_kernels.main([*arguments, "--arch", "sm_90,sm_90", "--dtype", "bfloat16"]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_switch_that_the_compiler_ignores():
     def found(measured):
         return faults(measured, CHIPS["sm_90"], needs_tensor_cores=False, specializes_warps=True)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_layer
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_layer.py"
@@ -50,10 +51,29 @@ def test_megatron(tmp_path):
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["--ep", "3"], "must be divisible by --ep 3"), (["--top-k", "9"], "must be at most")],
+    [
+        (["--ep", "3"], "must be divisible by --ep 3"),
+        (["--top-k", "9"], "must be at most"),
+        (["--ep", "0"], "--ep 0 must be at least 1"),
+        (["--iters", "0"], "--iters 0 must be at least 1"),
+        (["--warmup", "-1"], "--warmup -1 must be at least 0"),
+        (["--num-slices", "0"], "--num-slices 0 must be at least 1"),
+        (["--skew", "nan"], "--skew nan must be a number of at least 0"),
+        (["--scale", "0.5"], "--scale 0.5 shrinks a --preset"),
+        (["--impl", "relay-auto", "relay-auto"], "names one twice"),
+        (["--preset", "phi-3.5-moe", "--scale", "1e-5"], "--dim 0 must be at least 1"),
+        (["--json", "no/such/a.json"], "there is no such folder"),
+    ],
 )
-def test_impossible_sizes_are_refused(args, message):
-    command = [sys.executable, str(SCRIPT), *SIZES, *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_arguments_are_refused_before_ranks_start(args, message, capsys):
+    with pytest.raises(SystemExit) as refused:
+        bench_layer.parse([*SIZES, *args])
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        bench_layer.parse([*SIZES, "--device", "cuda", "--ep", "2"])
+    assert "--device cuda: --ep 2 needs as many GPUs; 1 here" in capsys.readouterr().err

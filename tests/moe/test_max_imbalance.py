@@ -100,6 +100,10 @@ def test_only_tokens_turn():
     assert circulations(forward_traffic(few, RelayOptions()), RelayOptions()) == ("tokens",)
 
 
+def test_equal_numbers_are_equal_options():
+    assert RelayOptions(max_imbalance=2).spec == RelayOptions(max_imbalance=2.0).spec
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

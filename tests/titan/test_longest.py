@@ -39,7 +39,7 @@ def test_the_longest_that_fits(bytes_of: Callable[[int], int], answer: int, firs
 
 
 @pytest.mark.parametrize(("bytes_per_token", "answer"), [(1000, 1000), (9000, 110), (10**7, None)])
-def test_short_sequences_are_tried_where_512_tokens_do_not_fit(
+def test_short_sequences_are_tried_where_128_tokens_do_not_fit(
     tmp_path: Path, bytes_per_token: int, answer: int | None
 ) -> None:
     run = load_run(config_file(tmp_path).parent, a_run("", **layout(cp=2)))
@@ -55,7 +55,7 @@ def test_short_sequences_are_tried_where_512_tokens_do_not_fit(
         return
     assert found is not None
     assert found.seq_len % unit == 0
-    assert answer - max(unit, 512 if answer >= 1024 else 0) < found.seq_len <= answer
+    assert answer - max(unit, 256 if answer >= 256 else 0) < found.seq_len <= answer
 
 
 def test_nothing_fits() -> None:

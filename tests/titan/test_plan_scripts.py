@@ -79,6 +79,11 @@ def test_options_of_the_search_that_would_do_nothing(
         (["--budget-mib", "nan"], "argument --budget-mib: nan must be a number above 0"),
         (["--budget-mib", "-3"], "argument --budget-mib: -3 must be a number above 0"),
         (["--variants", "relay-recompute,x"], "argument --variants: 'x' is none of"),
+        (
+            ["--variants", "relay-host,relay-host"],
+            "--variants: 'relay-host' is there twice",
+        ),
+        (["--world-size", "two"], "argument --world-size: 'two' is not a whole number"),
     ],
 )
 def test_arguments_out_of_range(
@@ -93,6 +98,47 @@ def test_arguments_out_of_range(
     with pytest.raises(SystemExit):
         importlib.import_module(name).parse(given)
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "seq_len", "words"),
+    [
+        (["--parallelism.pipeline_parallel_degree", "2"], None, "must be 1 here: one sequence at"),
+        (["--parallelism.context_parallel_degree", "2"], 63, "training.seq_len = 63"),
+        (["--model.dimm", "8"], None, "model.dimm"),
+    ],
+)
+def test_runs_that_no_variant_can_do_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: list[str],
+    seq_len: int | None,
+    words: str,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from longest.runs import checked_run
+
+    with pytest.raises(ValueError, match=words):
+        checked_run(str(config_file(tmp_path)), keys, ["relay-recompute"], 2, seq_len)
+
+
+def test_a_run_for_the_relay_can_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from longest.runs import checked_run
+
+    from titan_relay.titan.plan.variants import VARIANTS
+
+    keys = ["--relay.deterministic", "true", "--relay.kernels", "torch"]
+    keys += ["--attention_retention.mode", "auto", "--attention_retention.budget_gib", "1"]
+    checked_run(str(config_file(tmp_path)), keys, list(VARIANTS), 2)
+
+
+def test_a_picture_is_no_folder(tmp_path: Path) -> None:
+    arguments = ["--config", str(config_file(tmp_path)), "--world-size", "1", "--device", "cpu"]
+    done = script("plan.py", *arguments, "--picture", str(tmp_path), code=2)
+    assert "is a folder; name a file in it" in done.stderr
 
 
 def test_a_picture_needs_a_folder(tmp_path: Path) -> None:

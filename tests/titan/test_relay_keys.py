@@ -7,7 +7,8 @@ import torch
 
 from titan_relay.config import ConfigError, load_config
 from titan_relay.titan.check_device import check_device
-from titan_relay.titan.relay_plan import relay_options, relay_plan
+from titan_relay.titan.relay_plan import relay_options, relay_plan, unused_keys
+from titan_relay.titan.summary import summary_lines
 from titan_relay.titan.warm_up import warm_up_kernels
 
 
@@ -43,6 +44,25 @@ def test_a_limit_to_imbalance_reaches_the_layers_and_the_plan():
     assert without is not None
     assert not without.may_turn(without.forward)
     assert "(experts" not in without.lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unused"),
+    [
+        ([], []),
+        (
+            ["--relay.dispatcher", "alltoall", "--relay.num_slices", "3"],
+            ["relay.circulate", "relay.num_slices"],
+        ),
+        (["--parallelism.expert_parallel_degree", "1"], ["relay.circulate"]),
+    ],
+)
+def test_keys_without_effect_are_said_at_the_start(arguments, unused):
+    run = load(*arguments).config
+    assert unused_keys(run, 4) == unused
+    said = [line for line in summary_lines(run, 4) if line.startswith("Without effect here (")]
+    assert len(said) == bool(unused)
+    assert all(key in said[0] for key in unused)
 
 
 def test_triton_on_cpu_is_refused_in_one_line(monkeypatch):

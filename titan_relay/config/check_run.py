@@ -126,10 +126,6 @@ def check_debug(config: RunConfig, sources: Sources) -> None:
             True,
             'needs relay.dispatcher = "relay"; use debug.deterministic',
         )
-    if config.relay.kernels != "auto" and config.relay.dispatcher != "relay":
-        raise sources.error(
-            "relay.kernels", config.relay.kernels, 'needs relay.dispatcher = "relay"; leave it out'
-        )
     if config.relay.max_imbalance is not None and config.relay.circulate != "auto":
         raise sources.error(
             "relay.max_imbalance",

@@ -111,6 +111,8 @@ class RelayOptions:
             raise RelayUsageError(
                 f"RelayOptions: max_imbalance = {value!r} must be None or a number of at least 1"
             )
+        # One form of a number, so that ranks that mean the same say the same.
+        object.__setattr__(self, "max_imbalance", float(value))
         if self.circulate != AUTO:
             raise RelayUsageError(
                 f"RelayOptions: max_imbalance = {value!r} needs circulate = 'auto', not "

@@ -4,12 +4,13 @@ memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.config.degrees import microbatch_tokens
+from titan_relay.config.schema_model import RelayConfig
 from titan_relay.moe import (
     LayerShape,
     RelayOptions,
@@ -105,6 +106,17 @@ def relay_plan(run: RunConfig, world_size: int, *, on_cpu: bool | None = None) -
         backward_memory=backward_memory(shape, options, device),
         max_imbalance=options.max_imbalance,
     )
+
+
+def unused_keys(run: RunConfig, world_size: int) -> list[str]:
+    """Keys of `[relay]` that the run sets and nothing reads: with the all-to-all all but one, on
+    a ring of one those of the ring. They stay legal, so that one file serves to compare."""
+    names = [each.name for each in fields(RelayConfig) if each.name != "dispatcher"]
+    if run.relay.dispatcher == "relay":
+        alone = degrees_of(run, world_size).ep == 1
+        names = ["circulate", "max_imbalance", "num_slices"] if alone else []
+    default = RelayConfig()
+    return [f"relay.{name}" for name in names if getattr(run.relay, name) != getattr(default, name)]
 
 
 def relay_shape(run: RunConfig, world_size: int, *, on_cpu: bool) -> LayerShape:

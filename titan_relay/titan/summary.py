@@ -6,7 +6,7 @@ from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.titan import cpu
-from titan_relay.titan.relay_plan import relay_plan
+from titan_relay.titan.relay_plan import relay_plan, unused_keys
 
 
 def summary_lines(run: RunConfig, world_size: int) -> list[str]:
@@ -20,6 +20,8 @@ def summary_lines(run: RunConfig, world_size: int) -> list[str]:
         else "no ring"
     )
     plan = relay_plan(run, world_size)
+    unused = unused_keys(run, world_size)
+    without = f"expert parallelism {degrees.ep}, dispatcher {run.relay.dispatcher}"
     return [
         f"Model: {run.model.family}, {run.model.num_layers} layers of {moe.num_experts} experts, "
         f"top-{moe.top_k}; sequences of {t.seq_len} tokens",
@@ -32,6 +34,7 @@ def summary_lines(run: RunConfig, world_size: int) -> list[str]:
         f"{t.mixed_precision_reduce} gradient reductions, float32 router, losses and balancing, "
         f"{ring}",
         *(plan.lines() if plan is not None else []),
+        *([f"Without effect here ({without}): {', '.join(unused)}"] if unused else []),
         f"Output: {run.dump_folder}",
     ]
 

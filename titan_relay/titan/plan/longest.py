@@ -16,7 +16,7 @@ from titan_relay.config.degrees import sequence_multiple
 
 _MOST_TRIES = 24
 _CLOSE_ENOUGH = 1 / 100
-_GRAIN = 512  # tokens of one rank
+_GRAIN = 128  # tokens of one rank
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def longest(peak: Callable[[int], Tried], unit: int, limit_bytes: int, first: in
 def longest_of(
     peak: Callable[[int], Tried], run: RunConfig, degrees: Degrees, limit_bytes: int, first: int
 ) -> Tried | None:
-    """`longest` for a run: in steps of 512 tokens a rank or, where not even one step fits, of as
+    """`longest` for a run: in steps of 128 tokens a rank or, where not even one step fits, of as
     few as layout and loss allow."""
     finest = unit_of(run, degrees)
     coarse = math.lcm(finest, _GRAIN * degrees.cp * degrees.tp)

@@ -151,8 +151,10 @@ def _relay_lines(plan: Plan) -> list[str]:
         "circulating": [
             "either" if relay.may_turn(traffic) else str(traffic.circulate) for traffic, _ in pairs
         ],
-        "sent if experts circulate": [_mib(traffic.experts_bytes) for traffic, _ in pairs],
-        "sent if tokens circulate": [_mib(traffic.tokens_bytes) for traffic, _ in pairs],
+        "sent if experts circulate": [
+            f"{traffic.experts_bytes / _MIB:.2f}" for traffic, _ in pairs
+        ],
+        "sent if tokens circulate": [_mib(traffic.tokens_bytes, 2) for traffic, _ in pairs],
         "results": [_mib(memory.result_bytes) for _, memory in pairs],
         "ring buffers": [_mib(m.passing_bytes + m.homeward_bytes) for _, m in pairs],
         "step": [_mib(memory.step_bytes) for _, memory in pairs],
@@ -189,8 +191,8 @@ def routed_layer(plan: Plan) -> RoutedLayer:
     )
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:.1f}"
+def _mib(num_bytes: int, decimals: int = 1) -> str:
+    return f"{num_bytes / _MIB:.{decimals}f}"
 
 
 def _relay_json(plan: Plan) -> dict[str, Any]:
