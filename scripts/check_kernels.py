@@ -95,8 +95,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
     if not jobs:
         wanted = " or ".join(args.only)
         raise ValueError(
-            f"--only {' '.join(args.only)}: no kernel's name contains {wanted}; kernels are "
-            f"{', '.join(sorted(names))}"
+            f"no kernel's name contains {wanted}; there are {', '.join(sorted(names)) or 'none'}"
         )
     return jobs
 

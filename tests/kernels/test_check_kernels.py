@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,7 +87,9 @@ def test_a_check_of_nothing_is_refused(capsys, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     arguments = ["--registry", f"{__name__}:no_variants", "--only", "this", "that"]
     assert check_kernels.main(arguments) == 2
-    assert capsys.readouterr().err == "error: no kernel's name contains this or that\n"
+    assert (
+        capsys.readouterr().err == "error: no kernel's name contains this or that; there are none\n"
+    )
 
 
 def test_the_interpreter_is_refused(capsys, monkeypatch):
@@ -153,12 +156,19 @@ def test_ordinary_products_beside_tensor_cores_are_seen():
     assert not faults(measured, CHIPS["sm_80"], needs_tensor_cores=False)
 
 
+def two_variants(arch, dtype):
+    return [SimpleNamespace(name=f"{name}/narrow") for name in "ab"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--only", "routing"], "no kernel's name contains routing; kernels are "),
+        (
+            ["--only", "c/", "--registry", f"{__name__}:two_variants"],
+            "no kernel's name contains c/; there are a, b",
+        ),
         (["--registry", "no_such_module:f"], "--registry no_such_module:f: No module named"),
-        (["--registry", "relay_kernels"], "--registry relay_kernels: "),
+        (["--registry", "pathlib"], "--registry pathlib: "),
     ],
 )
 def test_questions_about_no_kernel(arguments, words, capsys, monkeypatch):
