@@ -19,7 +19,7 @@ from titan_relay.moe.ring import Ring, relay_ring, set_ring_timeout
 from titan_relay.moe.shadow import shadow_device
 from titan_relay.moe.shapes import LayerShape
 from titan_relay.moe.telemetry import RingCounts, RingTelemetry
-from titan_relay.moe.traffic import Traffic, backward_traffic, forward_traffic
+from titan_relay.moe.traffic import Traffic, backward_traffic, circulations, forward_traffic
 from titan_relay.moe.warm_up import warm_up
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "WorkingMemory",
     "backward_memory",
     "backward_traffic",
+    "circulations",
     "feed_forward",
     "forward_memory",
     "forward_traffic",

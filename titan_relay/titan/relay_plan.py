@@ -18,6 +18,7 @@ from titan_relay.moe import (
     WorkingMemory,
     backward_memory,
     backward_traffic,
+    circulations,
     forward_memory,
     forward_traffic,
 )
@@ -49,7 +50,7 @@ class RelayPlan:
     backward: Traffic
     forward_memory: WorkingMemory
     backward_memory: WorkingMemory
-    max_imbalance: float | None = None
+    options: RelayOptions
 
     def lines(self) -> list[str]:
         """The plan in words, a line a direction."""
@@ -60,14 +61,14 @@ class RelayPlan:
 
     def may_turn(self, traffic: Traffic) -> bool:
         """Whether a call's routing may make experts circulate instead of tokens."""
-        return traffic.circulate == "tokens" and self.max_imbalance is not None
+        return len(circulations(traffic, self.options)) > 1
 
     def _line(self, direction: str, traffic: Traffic, memory_bytes: int) -> str:
         turns = ""
         if self.may_turn(traffic):
             turns = (
                 " (experts, where the routing would let a rank compute more than "
-                f"{self.max_imbalance:g} times its share)"
+                f"{self.options.max_imbalance:g} times its share)"
             )
         return (
             f"Relay {direction}: {traffic.circulate} circulate{turns}; a rank sends per layer "
@@ -104,7 +105,7 @@ def relay_plan(run: RunConfig, world_size: int, *, on_cpu: bool | None = None) -
         backward=backward_traffic(shape, options),
         forward_memory=forward_memory(shape, options, device),
         backward_memory=backward_memory(shape, options, device),
-        max_imbalance=options.max_imbalance,
+        options=options,
     )
 
 

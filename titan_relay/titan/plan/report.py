@@ -151,9 +151,7 @@ def _relay_lines(plan: Plan) -> list[str]:
         "circulating": [
             "either" if relay.may_turn(traffic) else str(traffic.circulate) for traffic, _ in pairs
         ],
-        "sent if experts circulate": [
-            f"{traffic.experts_bytes / _MIB:.2f}" for traffic, _ in pairs
-        ],
+        "sent if experts circulate": [_mib(traffic.experts_bytes, 2) for traffic, _ in pairs],
         "sent if tokens circulate": [_mib(traffic.tokens_bytes, 2) for traffic, _ in pairs],
         "results": [_mib(memory.result_bytes) for _, memory in pairs],
         "ring buffers": [_mib(m.passing_bytes + m.homeward_bytes) for _, m in pairs],
