@@ -28,7 +28,8 @@ import torch.multiprocessing as mp
 from budget.candidates import Choice, within_budget
 from budget.where_time_goes import Share, largest_shares
 from longest.arguments import above_0, at_least_1, variants
-from longest.measured import largest, search_variant, start_rank
+from longest.measured import search_variant
+from longest.ranks import largest, start_rank
 from longest.runs import checked_run
 
 from titan_relay.config import RunConfig

@@ -25,7 +25,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from longest.measured import largest, start_rank
+from longest.ranks import largest, start_rank
 
 from titan_relay.config import ConfigError, RunConfig, load_config, validate
 from titan_relay.memory.devices import device_named

@@ -1,14 +1,13 @@
 """The search over real steps on CPU ranks, under a budget of live tensor bytes."""
 
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from longest.ranks import largest, start_rank
 from longest.result import Result, made_of, result_of
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.titan.plan.longest import Tried, longest_of, with_length
@@ -79,22 +78,6 @@ def search_variant(
     degrees = degrees_of(run, world_size)
     found = longest_of(peak, run, degrees, budget_bytes, run.training.seq_len)
     return result_of(name, found, tries)
-
-
-def start_rank(rank: int, world_size: int, folder: str) -> None:
-    """One thread, and a gloo group over all ranks."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
-    )
-
-
-def largest(num_bytes: int) -> int:
-    """The most that any rank has; on all ranks."""
-    highest = torch.tensor(num_bytes)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return int(highest.item())
 
 
 def _mute(text: str) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,41 @@ def test_a_budget_in_which_nothing_fits_is_one_error(tmp_path: Path) -> None:
     arguments = ["--config", str(config_file(tmp_path)), "--world-size", "1", "--seq-len", "64"]
     done = script("bench_budget.py", *arguments, "--budget-mib", "0.01", code=2)
     assert "--budget-mib 0.01: the variants do not fit at this length; give more" in done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for child processes")
+def test_ranks_end_with_their_script(tmp_path: Path) -> None:
+    # A rank that waits for another, started as a shell's background job, which ignores SIGINT.
+    program = (
+        "import sys, torch.multiprocessing as mp; from longest.ranks import start_rank\n"
+        "mp.spawn(start_rank, args=(2, sys.argv[1]), nprocs=1)"
+    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "scripts")])
+    parent = subprocess.Popen(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", program, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    _wait_until((tmp_path / "rendezvous").exists)
+    ranks = [Path(f"/proc/{pid}") for pid in children.read_text().split()]
+    parent.kill()
+    parent.wait()
+    _wait_until(lambda: not any(_runs(rank) for rank in ranks))
+
+
+def _runs(process: Path) -> bool:
+    """Whether it does, and not just waits to be noticed by the process that inherited it."""
+    try:
+        return ") Z" not in (process / "stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
