@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from budget.candidates import Choice, within_budget
 from budget.where_time_goes import Share, largest_shares
-from longest.arguments import above_0, at_least_1, variants
+from longest.arguments import above_0, at_least_1, parse_with_keys, variants
 from longest.measured import search_variant
 from longest.ranks import largest, start_rank
 from longest.runs import checked_run
@@ -215,7 +215,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--profile", type=at_least_1, default=0, metavar="N", help="list the N largest operators"
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    return parser.parse_known_args(argv)
+    return parse_with_keys(parser, argv)
 
 
 def _say(text: str) -> None:

@@ -15,10 +15,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from layer_bench.setting import PRESETS
+from longest.arguments import file_to_write
 
 from kernel_bench.report import Row, table
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"### {description}\n\n{table(rows)}\n", flush=True)
         results += [{"layer": name, **dataclasses.asdict(row)} for row in rows]
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
     return 0
 
 
@@ -62,7 +62,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rows-per-step", type=int, nargs="+", default=ROWS_PER_STEP)
     parser.add_argument("--interpret", action="store_true", help="try out without a GPU")
-    parser.add_argument("--json", metavar="FILE", help="write a list of objects, one per line")
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="write a list of objects, one per line"
+    )
     return parser.parse_args(argv)
 
 

@@ -25,6 +25,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from longest.arguments import at_least_1, file_to_write
 from longest.ranks import largest, start_rank
 
 from titan_relay.config import ConfigError, RunConfig, load_config, validate
@@ -78,6 +79,13 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    if not cases:
+        print(
+            f"error: --world-size {args.world_size}: no combination of dispatcher, level and "
+            "degrees is valid; give another number of ranks",
+            file=sys.stderr,
+        )
+        return EXIT_USER_ERROR
     say(f"{len(cases)} runs on {args.world_size} ranks")
     measured = measure(cases, args.world_size)
     results = []
@@ -92,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(results))
     if args.json:
         rows = [asdict(result) | {"error": result.error} for result in results]
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
     return EXIT_OFF if any(abs(result.error) > TOLERANCE for result in results) else 0
 
 
@@ -101,8 +109,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("configs", nargs="+", help="TOML files of small runs")
-    parser.add_argument("--world-size", type=int, default=4, help="ranks (default 4)")
-    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--world-size", type=at_least_1, default=4, help="ranks (default 4)")
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="also write the table as JSON"
+    )
     return parser.parse_args(argv)
 
 

@@ -17,7 +17,7 @@ import sys
 # Fake CPU tensors stand for the device's, whatever this machine has.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from longest.arguments import above_0, at_least_1, variants
+from longest.arguments import above_0, at_least_1, parse_with_keys, variants
 from longest.measured import search_measured
 from longest.planned import search_planned
 from longest.result import Result
@@ -25,6 +25,7 @@ from longest.runs import checked_run
 
 from titan_relay.config import RunConfig
 from titan_relay.memory.devices import device_named
+from titan_relay.memory.units import in_words
 from titan_relay.titan.plan.variants import BASELINE, VARIANTS
 
 EXIT_NOTHING_FITS, EXIT_USER_ERROR = 1, 2
@@ -74,14 +75,14 @@ def check(args: argparse.Namespace) -> None:
 
 def table(results: list[Result]) -> str:
     """Variants in rows, with their ratio to the first."""
-    head = f"{'variant':<26} {'longest':>10} {'ratio':>6} {'peak GiB':>9}  limited by"
+    head = f"{'variant':<26} {'longest':>10} {'ratio':>6} {'peak':>12}  limited by"
     base = next((r.max_seq_len for r in results if r.variant == BASELINE), 0)
     lines = [head]
     for result in results:
         ratio = f"{result.max_seq_len / base:.2f}" if base else "-"
         lines.append(
             f"{result.variant:<26} {result.max_seq_len:>10,} {ratio:>6} "
-            f"{result.peak_bytes / 2**30:9.3f}  {result.limited_by}"
+            f"{in_words(result.peak_bytes):>12}  {result.limited_by}"
         )
     return "\n".join(lines)
 
@@ -125,7 +126,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         help="also say what the growth per token would be at N layers that keep their input only",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    return parser.parse_known_args(argv)
+    return parse_with_keys(parser, argv)
 
 
 if __name__ == "__main__":

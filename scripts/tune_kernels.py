@@ -13,11 +13,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from layer_bench.setting import PRESETS
+from longest.arguments import file_to_write
 
 # A layer of each shape class: its preset and tokens.
 LAYERS = {
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     found = tune(args)
-    Path(args.out).write_text(file_text(found, _device_name(args)))
+    args.out.write_text(file_text(found, _device_name(args)))
     print(f"{args.out}: {len(found)} tables tuned; now run scripts/check_kernels.py")
     return 0
 
@@ -51,7 +51,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", required=True, metavar="FILE", help="a TOML file to write")
+    parser.add_argument(
+        "--out", type=file_to_write, required=True, metavar="FILE", help="a TOML file to write"
+    )
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these (default: all)")
     parser.add_argument("--shape-class", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--iters", type=int, default=10)

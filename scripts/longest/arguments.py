@@ -2,7 +2,9 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TypeVar
 
 N = TypeVar("N", int, float)
@@ -36,6 +38,34 @@ def above_0(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
     return number
+
+
+def file_to_write(text: str) -> Path:
+    """A file that can be written once there is something to write."""
+    path = Path(text)
+    if not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file in it")
+    return path
+
+
+def parse_with_keys(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """The script's own arguments, and those that are configuration keys.
+
+    Ends the script where a word without a section looks like one of its own options.
+    """
+    args, keys = parser.parse_known_args(argv)
+    options = [option for action in parser._actions for option in action.option_strings]
+    for word in keys:
+        name = word.partition("=")[0]
+        if name.startswith("--") and "." not in name:
+            close = get_close_matches(name, options, n=1, cutoff=0.75)
+            if close:
+                parser.error(f"{name}: no such option; did you mean {close[0]}?")
+    return args, keys
 
 
 def _number(kind: Callable[[str], N], text: str, words: str) -> N:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from longest.result import Result, made_of, result_of
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.memory.devices import Device
+from titan_relay.memory.units import in_words
 from titan_relay.titan.plan.extrapolate import peak_of
 from titan_relay.titan.plan.longest import Tried, longest_of, with_length
 from titan_relay.titan.plan.plan import usable_bytes
@@ -34,7 +35,7 @@ def search_planned(
             tries: list[Tried] = tries,
         ) -> Tried:
             moment = peak_of(with_length(varied, seq_len), world_size, device)
-            say(f"  {name}: {seq_len:,} tokens take {moment.live_bytes / 2**30:.2f} GiB")
+            say(f"  {name}: {seq_len:,} tokens take {in_words(moment.live_bytes)}")
             tries.append(
                 Tried(
                     seq_len,
@@ -44,7 +45,7 @@ def search_planned(
             )
             return tries[-1]
 
-        say(f"{name} ({number} of {len(variants)}), limit {limit / 2**30:.2f} GiB")
+        say(f"{name} ({number} of {len(variants)}), limit {in_words(limit)}")
         degrees = degrees_of(varied, world_size)
         found = longest_of(peak, varied, degrees, limit, first or varied.training.seq_len)
         first = first if found is None else found.seq_len

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titan_relay.memory.units import in_words
 from titan_relay.titan.plan.longest import Tried
 
 _LARGEST = 3
@@ -45,6 +46,6 @@ def _length(tried: Tried) -> int:
 def made_of(place: str, by_category: dict[str, int], host_bytes: int) -> str:
     """Where the peak is and its largest owners, in words; and the host memory, if any."""
     largest = sorted(by_category.items(), key=lambda item: -item[1])[:_LARGEST]
-    parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in largest)
-    host = f"; host memory {host_bytes / 2**30:.2f} GiB a rank" if host_bytes else ""
+    parts = ", ".join(f"{name} {in_words(size)}" for name, size in largest)
+    host = f"; host memory {in_words(host_bytes)} a rank" if host_bytes else ""
     return f"{place}: {parts}{host}"

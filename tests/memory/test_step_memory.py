@@ -122,6 +122,7 @@ def test_few_local_experts_bound_the_worst_routing() -> None:
 
 def test_devices_by_name_and_by_size() -> None:
     assert device_named("h100-80g").capacity_bytes == 81559 * _MIB
+    assert device_named("H100-80G") == device_named("h100-80g")
     assert device_named("48.5").capacity_bytes == int(48.5 * 2**30)
     assert device_named("cpu").is_cpu
     assert not device_named("48.5").is_cpu

@@ -195,3 +195,10 @@ def test_saves_its_inputs_only_and_fake_tensors_have_the_same_peak(name: str) ->
     assert fake_held == held
     # Shape functions take a chunk of half a MiB for one tensor; its parts overlap less.
     assert abs(fake_peak - peak) <= 2**18
+
+
+def test_a_plan_of_a_batch_of_any_size_takes_one_block() -> None:
+    with FakeTensorMode():
+        q, k = (torch.empty(10**10, 64, heads, 16) for heads in (4, 2))
+        mask = mask_of(torch.arange(64)[None])
+        assert ops.document_attention(q, k, k, mask, 0.4).shape == q.shape

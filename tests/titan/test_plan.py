@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
 from tests.titan.runs import Run, a_run, config_file, layout, load_run
+from titan_relay.config import RunConfig, load_config
 from titan_relay.memory.devices import device_named
 from titan_relay.memory.step_memory import CATEGORIES, KEPT_ATTENTION, KEPT_EXPERTS, StepMemory
 
@@ -82,6 +83,7 @@ def looks(folder: str) -> dict[str, Any]:
     alltoall = load_run(path, a_run("", **layout(dp=4, ep=4), **ALLTOALL))
     relay = load_run(path, a_run("", **layout(dp=4, ep=4)))
     deep = replace(relay, model=replace(relay.model, num_layers=14))
+    dense_first = _dense_first()
     small = device_named(str(3 / 1024))
     plan = plan_run(relay, 4, H100)
     tight = device_named(str(plan.peak_bytes * 1.3 / 2**30))  # of which 10% stay free
@@ -107,11 +109,31 @@ def looks(folder: str) -> dict[str, Any]:
         "relay": dry_run(relay, 4, CPU).steady.live_bytes,
         "deep": dry_run(deep, 4, CPU).steady.live_bytes,
         "deep, from shallow": peak_of(deep, 4, CPU).live_bytes,
+        "dense first": dry_run(dense_first, 4, CPU).steady,
+        "dense first, from shallow": peak_of(dense_first, 4, CPU),
         "lines": plan_lines(plan),
         "json": plan_json(plan),
         "changes": nearest_changes(alltoall, 4, small, 2**40),
         "priced": {ep: _kept_by_experts(path, ep) for ep in (1, 8)},
     }
+
+
+def _dense_first() -> RunConfig:
+    """Three dense blocks, then eleven whose experts make the peak."""
+    config = Path(__file__).parents[2] / "train_configs" / "glm47_flash_tiny.toml"
+    settings = {
+        "model.num_layers": "14",
+        "model.num_dense_layers": "3",
+        "model.moe.expert_dim": "256",
+        "loss.name": "chunked_cross_entropy",
+        "loss.num_chunks": "8",
+        "relay.dispatcher": "alltoall",
+        "activation_checkpoint.mode": "full",
+        "parallelism.expert_parallel_degree": "2",
+        "debug.moe_force_load_balance": "true",
+    }
+    keys = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    return load_config(["--config", str(config), *keys]).config
 
 
 def _kept_by_experts(path: Path, ep: int) -> int:
@@ -171,6 +193,14 @@ def test_a_deep_models_peak_follows_from_shallow_ones(seen: dict[str, Any]) -> N
     assert seen["deep, from shallow"] == pytest.approx(seen["deep"], rel=1e-3)
 
 
+def test_blocks_that_are_unlike_the_others_are_not_multiplied(seen: dict[str, Any]) -> None:
+    # Before, the last block stood for the first dense ones and the peak came out twice as high.
+    truth, ours = seen["dense first"], seen["dense first, from shallow"]
+    assert "experts" in truth.phase
+    assert ours.live_bytes == pytest.approx(truth.live_bytes, rel=1e-3)
+    assert ours.by_category == pytest.approx(truth.by_category, rel=1e-3)
+
+
 def test_routed_rows_cost_the_same_at_any_expert_parallel_degree(seen: dict[str, Any]) -> None:
     """Dispatched input 128 MiB and three SwiGLU intermediates of 64 MiB are kept, and no eighth."""
     one, eight = seen["priced"][1], seen["priced"][8]
@@ -191,6 +221,5 @@ def test_changes_are_valid_keys_with_their_peaks(seen: dict[str, Any]) -> None:
     changes = seen["changes"]
     assert changes, "nothing proposed"
     assert any(change.fits for change in changes)
-    assert {"relay.dispatcher": "relay", "activation_checkpoint.mode": "none"} in [
-        change.settings for change in changes
-    ]
+    relay = {"relay.dispatcher": "relay", "activation_checkpoint.mode": "none"}
+    assert relay in [change.settings for change in changes]

@@ -43,9 +43,14 @@ def fields(rows: list[dict[str, Any]]) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--device", "h100"], "unknown device 'h100'; name one of a100-40g"),
-        (["--device", "cpu", "--rank", "7"], "--rank 7: must be at least 0 and below --world-size"),
+        (["--device", "h100"], "unknown device 'h100'; did you mean h100-80g? name one of a100"),
+        (["--device", "cpu", "--rank", "7"], "--rank 7: must be from 0 to 1, below --world-size"),
         (["--device", "cpu", "--training.stepz", "3"], "training.steps"),
+        (["--device", "cpu", "--skew", "2"], "--skew 2: the relay's memory is the same for every"),
+        (
+            ["--device", "cpu", "--seq-len", "64", "--training.seq_len", "64"],
+            "--seq-len 64: --training.seq_len is there, too",
+        ),
     ],
 )
 def test_a_wrong_question_is_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
@@ -86,6 +91,7 @@ def test_options_of_the_search_that_would_do_nothing(
             "--variants: 'relay-host' is there twice",
         ),
         (["--world-size", "two"], "argument --world-size: 'two' is not a whole number"),
+        (["--word-size", "2"], "--word-size: no such option; did you mean --world-size?"),
     ],
 )
 def test_arguments_out_of_range(
@@ -100,6 +106,39 @@ def test_arguments_out_of_range(
     with pytest.raises(SystemExit):
         importlib.import_module(name).parse(given)
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--world-size", "0"], "argument --world-size: 0 must be at least 1"),
+        (["--json", "no/such/folder/x.json"], "no/such/folder/x.json: there is no such folder"),
+        (["--json", "."], ".: is a folder; name a file in it"),
+    ],
+)
+def test_a_check_of_plans_looks_at_its_arguments_first(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what the import hides comes back
+    import check_plan
+
+    with pytest.raises(SystemExit):
+        check_plan.parse(["unread.toml", *wrong])
+    assert words in capsys.readouterr().err
+
+
+def test_a_check_of_no_plans_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what the import hides comes back
+    import check_plan
+
+    monkeypatch.setattr(check_plan, "all_cases", lambda *_: [])
+    assert check_plan.main([str(config_file(tmp_path)), "--world-size", "7"]) == 2
+    assert "error: --world-size 7: no combination" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

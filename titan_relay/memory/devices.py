@@ -6,6 +6,7 @@ Capacities are what the driver reports for the whole device, in MiB.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 _MIB = 2**20
 _CAPACITY_MIB = {
@@ -38,14 +39,19 @@ def device_named(name: str) -> Device:
     Raises:
         ValueError: neither a name nor a positive number.
     """
-    if name == CPU:
+    lower = name.lower()
+    if lower == CPU:
         return Device(CPU, None)
-    if name in _CAPACITY_MIB:
-        return Device(name, _CAPACITY_MIB[name] * _MIB)
+    if lower in _CAPACITY_MIB:
+        return Device(lower, _CAPACITY_MIB[lower] * _MIB)
     try:
         num_gib = float(name)
     except ValueError:
         num_gib = 0.0
     if not 0 < num_gib < float("inf"):
-        raise ValueError(f"unknown device {name!r}; name one of {_NAMES}, or its GiB as a number")
+        close = get_close_matches(lower, [*_CAPACITY_MIB, CPU], n=1)
+        guess = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(
+            f"unknown device {name!r}; {guess}name one of {_NAMES}, or its GiB as a number"
+        )
     return Device(f"{name} GiB", int(num_gib * 2**30))

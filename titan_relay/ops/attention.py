@@ -85,8 +85,9 @@ def _blocks(q_BLNH: torch.Tensor, k_BSGH: torch.Tensor) -> Iterator[_Block]:
                 yield _Block(batch, heads, queries)
 
 
-def _cut(count: int, length: int) -> list[slice]:
-    return [slice(start, min(start + length, count)) for start in range(0, count, length)]
+def _cut(count: int, length: int) -> Iterator[slice]:
+    # One at a time: a plan asks for the first block of a batch of any size.
+    return (slice(start, min(start + length, count)) for start in range(0, count, length))
 
 
 @torch.library.custom_op("titan_relay::attention", mutates_args=())

@@ -12,6 +12,7 @@ from titan_relay.config import RunConfig, degrees_of
 from titan_relay.memory.call_clock import CallClock
 from titan_relay.memory.host_inputs import HostInputs
 from titan_relay.memory.retention import Level, RetentionPlan, plan_retention, retention_of
+from titan_relay.memory.units import in_words
 from titan_relay.titan.metrics_memory import resident_peak_bytes, usable_memory_bytes
 from titan_relay.titan.retention import KERNEL, PROJECTION, Levels
 from titan_relay.titan.retention_plan import (
@@ -96,8 +97,8 @@ class RetentionChoice:
         wanted_bytes = buffers.allocated_bytes
         freed_bytes = buffers.shrink(int(left_bytes))
         logger.info(
-            f"Block inputs: {left_bytes / _GIB:.3f} GiB are left on the device; of "
-            f"{wanted_bytes / _GIB:.3f} GiB in host memory {freed_bytes / _GIB:.3f} come back"
+            f"Block inputs: {in_words(left_bytes)} are left on the device; of "
+            f"{in_words(wanted_bytes)} in host memory {in_words(freed_bytes)} come back"
         )
         return freed_bytes
 
@@ -115,7 +116,7 @@ class RetentionChoice:
         logger.info(
             f"Attention of a layer takes {1000 * kernel:.3f} ms in its kernel and "
             f"{1000 * projections:.3f} ms in its projections; "
-            f"{budget_bytes / _GIB:.3f} GiB may be kept of them"
+            f"{in_words(budget_bytes)} may be kept of them"
         )
         costs = layer_costs(self._levels.shapes, self._microbatch, Seconds(kernel, projections))
         self._set(plan_retention(costs, budget_bytes, self._microbatch.num_alive))

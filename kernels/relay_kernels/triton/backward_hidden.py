@@ -283,7 +283,7 @@ def score_gradients_kernel(
             sum_M += tl.load(part_M, mask=is_row_M, other=0.0)
         if b2_ptr is not None:
             token_M = (row_M // TOP_K).to(tl.int64)
-            d_D = tl.arange(0, BLOCK_N)
+            d_D = tl.arange(0, BLOCK_N).to(tl.int64)
             for d in range(0, dim, BLOCK_N):
                 is_inside_D = d_D < dim - d
                 g_MD = dout_ptr + token_M[:, None] * stride_gt + (d + d_D)[None, :] * stride_gd

@@ -23,13 +23,14 @@ _ERROR_LENGTH = 300
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan."""
+    """What to plan. `changes`: also look for what would make it fit, if it does not."""
 
     run: RunConfig
     world_size: int
     rank: int
     device: Device
     worst: bool = True
+    changes: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Planned:
     lines: list[str]
     first_bytes: int
     steady_bytes: int
+    fits: bool | None = None
 
 
 class PlanError(RuntimeError):
@@ -101,17 +103,22 @@ def _main() -> None:
     request: Request = pickle.load(sys.stdin.buffer)
     # Nothing that is printed on the way may get between the bytes of the answer.
     answer, sys.stdout = sys.stdout.buffer, sys.stderr
+    from titan_relay.titan.plan.changes import nearest_changes
     from titan_relay.titan.plan.plan import plan_run
     from titan_relay.titan.plan.report import plan_lines
 
-    plan = plan_run(
-        request.run, request.world_size, request.device, rank=request.rank, worst=request.worst
-    )
+    about = (request.run, request.world_size, request.device)
+    plan = plan_run(*about, rank=request.rank, worst=request.worst)
+    changes = []
+    if request.changes and plan.fits is False:
+        changes = nearest_changes(*about, plan.peak_bytes, rank=request.rank)
     start = plan.start  # what this process's first step is like
     # By its public name, not as a class of `__main__`, which is another module for the reader.
     from titan_relay.titan.plan import background
 
-    planned = background.Planned(plan_lines(plan), start.first.live_bytes, start.steady.live_bytes)
+    planned = background.Planned(
+        plan_lines(plan, changes), start.first.live_bytes, start.steady.live_bytes, plan.fits
+    )
     pickle.dump(planned, answer)
     answer.flush()
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_relay.config import ConfigError, RunConfig, degrees_of, validate
 from titan_relay.config.loss_chunks import loss_chunks
 from titan_relay.memory.devices import Device
+from titan_relay.memory.units import in_words
+from titan_relay.titan.build import global_batch_size
 from titan_relay.titan.plan.extrapolate import peak_of
 from titan_relay.titan.plan.plan import usable_bytes
 
+_Proposal = Callable[[RunConfig, int], dict[str, Any]]
+
+_WORTHWHILE = 0.99  # of the peak before
 _MOST_CHANGES = 3
+_MOST_HALVINGS = 4  # of the sequence, on top
 _HOST_GIB = 64.0  # of a rank: half a TiB over the 8 GPUs of a machine
-
-
-def unit_for(peak_bytes: int) -> tuple[int, str]:
-    """GiB, or MiB for a plan that would be all zeros in GiB."""
-    return (2**30, "GiB") if peak_bytes >= 2**30 else (2**20, "MiB")
 
 
 @dataclass(frozen=True)
@@ -31,59 +32,78 @@ class Change:
 
     def line(self) -> str:
         """The change and its effect in one line."""
-        flags = " ".join(f"--{key} {value}" for key, value in self.settings.items())
+        flags = " ".join(f"--{key} {_argument(value)}" for key, value in self.settings.items())
         verdict = "fits" if self.fits else "does not fit"
-        unit, name = unit_for(self.peak_bytes)
-        return f"{flags}: peak {self.peak_bytes / unit:.2f} {name}, {verdict}"
+        return f"{flags}: peak {in_words(self.peak_bytes)}, {verdict}"
+
+
+def _argument(value: Any) -> str:
+    """A value as the command line takes it."""
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def nearest_changes(
-    run: RunConfig, world_size: int, device: Device, peak_bytes: int
+    run: RunConfig,
+    world_size: int,
+    device: Device,
+    peak_bytes: int,
+    *,
+    rank: int = 0,
+    skew: float = 1.0,
 ) -> list[Change]:
-    """Every single change that lowers the peak, now `peak_bytes`, smallest first; and if none of
-    them fits, the first combination that does, made of the best change at each turn.
+    """Every single change that lowers the peak, now `peak_bytes`, by 1% or more: those that leave
+    the training as it is first, the lowest peak first. If none of these fits, also a combination
+    of them, with a shorter sequence where that is not enough.
 
-    Peaks are those of rank 0 under balanced routing, extrapolated from few layers.
+    Peaks are extrapolated from few layers; see `dry_run` for `rank` and `skew`.
     """
     limit = usable_bytes(device)
     assert limit is not None, "a device without a limit needs no changes"
-    changes = [
-        Change(settings, peak, peak <= limit)
-        for settings, peak in _peaks(run, {}, world_size, device)
-        if peak < peak_bytes
-    ]
-    changes.sort(key=lambda change: change.peak_bytes)
-    if not changes or changes[0].fits:
-        return changes
-    best = changes[0]
-    for _ in range(_MOST_CHANGES - 1):
-        more = [
-            Change(settings, peak, peak <= limit)
-            for settings, peak in _peaks(run, best.settings, world_size, device)
-        ]
-        if not more:
-            break
-        best = min(more, key=lambda change: change.peak_bytes)
+
+    def peaks(
+        settings: dict[str, Any], proposals: Sequence[_Proposal], below_bytes: int
+    ) -> Iterator[Change]:
+        changed = with_settings(run, settings)
+        for proposal in _valid(changed, proposals, world_size):
+            peak = peak_of(
+                with_settings(changed, proposal), world_size, device, rank=rank, skew=skew
+            ).live_bytes
+            if peak <= below_bytes * _WORTHWHILE:
+                yield Change(settings | proposal, peak, peak <= limit)
+
+    alike = sorted(peaks({}, _PROPOSALS, peak_bytes), key=_peak_of_change)
+    shorter = list(peaks({}, [_half_sequence], peak_bytes))
+    singles = [*alike, *shorter]
+    if any(change.fits for change in alike):
+        return singles
+    best = alike[0] if alike else Change({}, peak_bytes, fits=False)
+    for number in range(1, _MOST_CHANGES + _MOST_HALVINGS):
+        proposals = _PROPOSALS if number < _MOST_CHANGES else [_half_sequence]
+        more = peaks(best.settings, proposals, best.peak_bytes)
+        best = min(more, key=_peak_of_change, default=best)
         if best.fits:
             break
-    return [*changes, best] if best is not changes[0] else changes
+    known = [change.settings for change in singles]
+    return singles if best.settings in ({}, *known) else [*singles, best]
 
 
-def _peaks(
-    run: RunConfig, settings: dict[str, Any], world_size: int, device: Device
-) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each valid single change on top of `settings`, with the peak it gives."""
-    changed = with_settings(run, settings)
-    for propose in _PROPOSALS:
-        proposal = propose(changed, world_size)
+def _peak_of_change(change: Change) -> int:
+    return change.peak_bytes
+
+
+def _valid(
+    run: RunConfig, proposals: Sequence[_Proposal], world_size: int
+) -> Iterator[dict[str, Any]]:
+    """The settings that each proposal makes, if they are possible."""
+    for propose in proposals:
+        proposal = propose(run, world_size)
         if not proposal:
             continue
-        candidate = with_settings(changed, proposal)
         try:
-            validate(candidate, world_size, "proposal", files=False)
+            validate(with_settings(run, proposal), world_size, "proposal", files=False)
         except ConfigError:
             continue
-        yield settings | proposal, peak_of(candidate, world_size, device).live_bytes
+        yield proposal
 
 
 def with_settings(run: RunConfig, settings: dict[str, Any]) -> RunConfig:
@@ -107,7 +127,7 @@ def _more_context_parallelism(run: RunConfig, world_size: int) -> dict[str, Any]
     if shard > 1:
         changes["parallelism.data_parallel_shard_degree"] = shard // 2
     batch = degrees_of(run, world_size).batch
-    return changes if batch % 2 == 0 else {}
+    return changes | _same_global_batch(run, world_size) if batch % 2 == 0 else {}
 
 
 def _more_expert_parallelism(run: RunConfig, world_size: int) -> dict[str, Any]:
@@ -116,7 +136,16 @@ def _more_expert_parallelism(run: RunConfig, world_size: int) -> dict[str, Any]:
 
 def _smaller_batch(run: RunConfig, world_size: int) -> dict[str, Any]:
     batch = run.training.local_batch_size
-    return {"training.local_batch_size": batch // 2} if batch > 1 and batch % 2 == 0 else {}
+    if batch % 2:
+        return {}
+    return {"training.local_batch_size": batch // 2} | _same_global_batch(run, world_size)
+
+
+def _same_global_batch(run: RunConfig, world_size: int) -> dict[str, Any]:
+    """What the default makes of the other keys, now that one of them changes."""
+    if run.training.global_batch_size != -1:
+        return {}
+    return {"training.global_batch_size": global_batch_size(run, world_size)}
 
 
 def _relay(run: RunConfig, world_size: int) -> dict[str, Any]:
@@ -135,8 +164,13 @@ def _less_kept(run: RunConfig, world_size: int) -> dict[str, Any]:
     if run.relay.dispatcher != "relay":
         return {}
     retention = run.attention_retention
-    if retention.layers is not None or retention.mode != "recompute":
-        return {"attention_retention.mode": "recompute", "attention_retention.layers": None}
+    if retention.layers is not None:
+        least = ("recompute",) * len(retention.layers)
+        return {"attention_retention.layers": least} if retention.layers != least else {}
+    if retention.mode == "auto":
+        return {"attention_retention.budget_gib": 0.0} if retention.budget_gib != 0 else {}
+    if retention.mode != "recompute":
+        return {"attention_retention.mode": "recompute"}
     host = {
         "attention_retention.block_inputs": "host",
         "attention_retention.host_budget_gib": _HOST_GIB,
@@ -164,7 +198,8 @@ def _half_sequence(run: RunConfig, world_size: int) -> dict[str, Any]:
     return {"training.seq_len": seq_len // 2} if seq_len % 2 == 0 else {}
 
 
-_PROPOSALS: tuple[Callable[[RunConfig, int], dict[str, Any]], ...] = (
+# Those that leave the training as it is.
+_PROPOSALS: tuple[_Proposal, ...] = (
     _relay,
     _full_recompute,
     _smaller_batch,
@@ -173,5 +208,4 @@ _PROPOSALS: tuple[Callable[[RunConfig, int], dict[str, Any]], ...] = (
     _chunked_loss,
     _more_context_parallelism,
     _more_expert_parallelism,
-    _half_sequence,
 )

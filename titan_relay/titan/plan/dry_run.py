@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from titan_relay.config import RunConfig, degrees_of
@@ -18,7 +19,13 @@ _MOST_MICROBATCHES = 2
 
 
 def dry_run(
-    run: RunConfig, world_size: int, device: Device, *, rank: int = 0, skew: float = 1.0
+    run: RunConfig,
+    world_size: int,
+    device: Device,
+    *,
+    rank: int = 0,
+    skew: float = 1.0,
+    watch: Callable[[str], None] | None = None,
 ) -> StepMemory:
     """Every byte of one training step of rank `rank`, without a device or any other rank.
 
@@ -27,6 +34,7 @@ def dry_run(
 
     Args:
         skew: rows that the all-to-all brings this rank, as a multiple of a balanced router's.
+        watch: called with each phase of the step as it begins.
 
     Raises:
         RuntimeError: this process is in a process group already.
@@ -36,7 +44,7 @@ def dry_run(
         config = build_trainer_config(run, world_size, compute_in_float32=device.is_cpu)
         trainer = without_files(config).build()
         try:
-            return record_step(trainer)
+            return record_step(trainer, watch)
         finally:
             trainer.close()
 

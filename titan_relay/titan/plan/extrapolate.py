@@ -1,9 +1,9 @@
 """The peak of a deep model from two shallow ones, for searches that ask for many peaks.
 
-With blocks all alike, what is live at a given moment of a step grows by the same amount for every
-block that is added. A moment is a phase and, in a block, its place counted from the nearer end of
-the model. So two dry runs of a few blocks give the peak for any number of them. Plans themselves
-are never made this way.
+With blocks all alike but those near the ends, what is live at a given moment of a step grows by the
+same amount for every block that is added. A moment is a phase and, in a block, its place counted
+from the nearer end of the model. So two dry runs of a few blocks give the peak for any number of
+them. Plans themselves are never made this way.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from titan_relay.memory.devices import Device
 from titan_relay.memory.step_memory import CATEGORIES
 from titan_relay.titan.plan.dry_run import dry_run
 
-_SHALLOW = 3  # a block at each end, which prefetching treats differently, and one between
-_EDGE = 1
+_BACK = 1  # blocks at the end that prefetching treats differently from those between
 _GIB = 2**30
 
 Bytes = tuple[int, ...]  # by category
@@ -40,19 +39,28 @@ class Moment:
         return sum(self.by_category.values())
 
 
-def peak_of(run: RunConfig, world_size: int, device: Device) -> Moment:
-    """The peak of any step but the first of rank 0, extrapolated where that is exact."""
+def peak_of(
+    run: RunConfig, world_size: int, device: Device, *, rank: int = 0, skew: float = 1.0
+) -> Moment:
+    """The peak of any step but the first, extrapolated where that is exact; see `dry_run`."""
+
+    def highs_of(num_layers: int) -> tuple[dict[str, Bytes], int]:
+        shallow = replace(run, model=replace(run.model, num_layers=num_layers))
+        memory = dry_run(shallow, world_size, device, rank=rank, skew=skew)
+        return _by_place(memory.highs, num_layers, _front(run)), memory.host_bytes
+
     num_layers = run.model.num_layers
-    if not _can_extrapolate(run):
-        return _highest(*_highs(run, num_layers, world_size, device))
-    low, low_host = _highs(run, _SHALLOW, world_size, device)
-    high, high_host = _highs(run, _SHALLOW + 1, world_size, device)
-    steps = num_layers - _SHALLOW
+    shallow = _front(run) + 1 + _BACK
+    if not _can_extrapolate(run, shallow):
+        return _highest(*highs_of(num_layers))
+    low, low_host = highs_of(shallow)
+    high, high_host = highs_of(shallow + 1)
+    steps = num_layers - shallow
     highs = {place: _line(low, high, place, steps) for place in high}
     host_bytes = low_host + (high_host - low_host) * steps
     if host_bytes > (run.attention_retention.host_budget_gib or 0.0) * _GIB:
         # Some inputs stay on the device then, which shallow models do not show.
-        return _highest(*_highs(run, num_layers, world_size, device))
+        return _highest(*highs_of(num_layers))
     return _highest(highs, host_bytes)
 
 
@@ -61,35 +69,38 @@ def _highest(highs: Mapping[str, Bytes], host_bytes: int) -> Moment:
     return Moment(place, dict(zip(CATEGORIES, highs[place], strict=True)), host_bytes)
 
 
-def _can_extrapolate(run: RunConfig) -> bool:
-    """Whether all blocks but those at the ends are alike, and there are enough of them."""
+def _front(run: RunConfig) -> int:
+    """Blocks at the beginning that are unlike those between: dense ones with the block after them,
+    or the first, because prefetching treats it differently."""
+    num_dense = run.model.num_dense_layers
+    return num_dense + 1 if num_dense else 1
+
+
+def _can_extrapolate(run: RunConfig, shallow: int) -> bool:
+    """Whether all blocks but those at the ends are alike, and there are enough of them to save."""
     retention = run.attention_retention
     alike = retention.layers is None and (retention.mode != "auto" or not retention.budget_gib)
     one_stage = run.parallelism.pipeline_parallel_degree == 1
-    return alike and one_stage and run.model.num_layers > 2 * _SHALLOW + 1
+    return alike and one_stage and run.model.num_layers > 2 * shallow + 1
 
 
-def _highs(
-    run: RunConfig, num_layers: int, world_size: int, device: Device
-) -> tuple[dict[str, Bytes], int]:
-    """The highest moment of each phase by place, and host bytes."""
-    run = replace(run, model=replace(run.model, num_layers=num_layers))
-    memory = dry_run(run, world_size, device)
+def _by_place(phases: Mapping[str, Bytes], num_layers: int, front: int) -> dict[str, Bytes]:
+    """The highest moment of each phase by place."""
     highs: dict[str, Bytes] = {}
-    for phase, here in memory.highs.items():
-        place = _place(phase, num_layers)
+    for phase, here in phases.items():
+        place = _place(phase, num_layers, front)
         highs[place] = max(highs.get(place, here), here, key=sum)
-    return highs, memory.host_bytes
+    return highs
 
 
-def _place(phase: str, num_layers: int) -> str:
+def _place(phase: str, num_layers: int, front: int) -> str:
     *words, last = phase.split()
     if not last.isdigit():
         return phase
     layer = int(last)
-    if layer < _EDGE:
+    if layer < front:
         where = f"first + {layer}"
-    elif num_layers - layer <= _EDGE:
+    elif num_layers - layer <= _BACK:
         where = f"last - {num_layers - 1 - layer}"
     else:
         where = "middle"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_relay.config import RunConfig, degrees_of
@@ -75,21 +76,22 @@ def plan_run(
     rank: int = 0,
     skew: float = 1.0,
     worst: bool = True,
+    watch: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan a valid run; see `dry_run` for the arguments. `worst`: also look at the worst routing.
 
     Raises:
         RuntimeError: this process is in a process group already.
     """
-    memory = start = dry_run(run, world_size, device, rank=rank, skew=skew)
+    memory = start = dry_run(run, world_size, device, rank=rank, skew=skew, watch=watch)
     later = _settled(run, world_size, start, device)
     if later is not None:
-        memory = dry_run(later, world_size, device, rank=rank, skew=skew)
+        memory = dry_run(later, world_size, device, rank=rank, skew=skew, watch=watch)
     worst_bytes: int | None = max(_highest(memory), _highest(start))
     if run.relay.dispatcher == "alltoall" and degrees_of(run, world_size).ep > 1:
         worst_bytes = None
         if worst:
-            at_worst = dry_run(run, world_size, device, rank=rank, skew=math.inf)
+            at_worst = dry_run(run, world_size, device, rank=rank, skew=math.inf, watch=watch)
             worst_bytes = _highest(at_worst)
     relay = relay_plan(run, world_size, on_cpu=device.is_cpu)
     return Plan(run, world_size, rank, device, memory, start, worst_bytes, relay)

@@ -9,7 +9,7 @@ needed for anything else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,14 +32,14 @@ _PARTS = {
 _FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward", "reshard")
 
 
-def record_step(trainer: RelayTrainer) -> StepMemory:
+def record_step(trainer: RelayTrainer, watch: Callable[[str], None] | None = None) -> StepMemory:
     """Run one training step and account for all of it.
 
-    On real ranks every rank calls it.
+    On real ranks every rank calls it. `watch` is called with each phase as it begins.
     """
     tracker = LiveBytes(keep_events=True)
     tracker.include(*trainer.model_parts, *trainer.optimizers.optimizers, name=PARAMETERS)
-    recorder = _Recorder(tracker, trainer)
+    recorder = _Recorder(tracker, trainer, watch)
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.step += 1
     with recorder.watching(), tracker:
@@ -50,8 +50,11 @@ def record_step(trainer: RelayTrainer) -> StepMemory:
 
 
 class _Recorder:
-    def __init__(self, tracker: LiveBytes, trainer: RelayTrainer) -> None:
+    def __init__(
+        self, tracker: LiveBytes, trainer: RelayTrainer, watch: Callable[[str], None] | None
+    ) -> None:
         self.marks: list[Mark] = []
+        self._watch = watch
         self._tracker = tracker
         self._trainer = trainer
         self._inside: list[str] = []  # forward or recomputed parts that are running
@@ -164,6 +167,8 @@ class _Recorder:
         self._tracker.name_phase(phase)
         if not self.marks or self.marks[-1].phase != phase:
             self.marks.append(Mark(self._tracker.num_events, phase))
+            if self._watch is not None:
+                self._watch(phase)
 
     def _named_fsdp(self, step: Any) -> Any:
         """Label what FSDP allocates; the parts around it go on as they were."""

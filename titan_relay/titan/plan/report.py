@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from titan_relay.config import degrees_of
 from titan_relay.memory.pricing import RoutedLayer
 from titan_relay.memory.step_memory import CATEGORIES
-from titan_relay.titan.plan.changes import unit_for
+from titan_relay.memory.units import in_words, unit_for
+from titan_relay.titan.plan.changes import Change
 from titan_relay.titan.plan.plan import RESERVED_SHARE, Plan
 from titan_relay.titan.relay_plan import microbatch_tokens
 
@@ -23,8 +25,8 @@ _PARTS = (
 )
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """The whole plan, a line an element."""
+def plan_lines(plan: Plan, changes: Sequence[Change] = ()) -> list[str]:
+    """The whole plan and what would change its verdict, a line an element."""
     return [
         _headline(plan),
         "",
@@ -36,6 +38,8 @@ def plan_lines(plan: Plan) -> list[str]:
         "",
         _worst_line(plan),
         _verdict(plan),
+        *(["Changes that lower the peak:"] if changes else []),
+        *(f"  {change.line()}" for change in changes),
     ]
 
 
@@ -112,8 +116,7 @@ def _settling_line(plan: Plan) -> list[str]:
 
 
 def _host_line(plan: Plan) -> list[str]:
-    unit, name_of_unit = _unit(plan)
-    return [f"Block inputs take {plan.memory.host_bytes / unit:.2f} {name_of_unit} of host memory."]
+    return [f"Block inputs take {in_words(plan.memory.host_bytes)} of host memory."]
 
 
 def _unit(plan: Plan) -> tuple[int, str]:
