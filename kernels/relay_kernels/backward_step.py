@@ -10,8 +10,8 @@ score:
     dW2 += g^T (s * a)          dW1 += dh1 x^T        dW3 += dh3 x^T
     dx  += W1^T dh1 + W3^T dh3
 
-Shape legend: T tokens, K top-k, N = T * K routed rows, n rows of this step (at most R), D model
-dimension, F expert hidden dimension, g experts held together.
+Shape legend: T tokens, K top-k, N = T * K routed rows, n rows of this step (at most R), m of them
+of one expert, b of a block, D model dimension, F expert hidden dimension, g experts held together.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,11 @@ import torch
 
 from relay_kernels.activation import SwiGLU, activate_for_backward_
 from relay_kernels.forward_step import (
+    Cut,
     Segment,
     Step,
     add_rows_,
-    by_expert,
+    cut,
     products_,
     steps,
     store_,
@@ -72,25 +73,27 @@ def step_backward_experts_(
         row_n, token_n, score_n1 = workspace.index.of(step.first, step.last)
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         g_nD = torch.index_select(dout_TD, 0, token_n, out=workspace.g_RD[:num_rows])
-        dh1_nF, dh3_nF, a_nF = _hidden_gradients(
-            gradients, x_nD, g_nD, row_n, score_n1, weights, matrices, step, activation, workspace
+        x, g = cut(step, x_nD, g_nD)
+        dh1, dh3, a = _hidden_gradients(
+            gradients, x, g, row_n, score_n1, weights, matrices, step, activation, workspace
         )
         if gradients.weights is not None:
-            cut = by_expert(step, dh1_nF, dh3_nF, a_nF, x_nD, g_nD, score_n1)
-            for begins, (expert, *operands) in zip(step.begins, cut, strict=True):
+            (score,) = cut(step, score_n1)
+            operands = zip(step.begins, step.experts, dh1, dh3, a, x, g, score, strict=True)
+            for begins, expert, *of_expert in operands:
                 accumulate = gradients.accumulate_weights or not begins
-                _weight_gradients_(gradients.weights, expert, accumulate, operands, workspace)
+                _weight_gradients_(gradients.weights, expert, accumulate, of_expert, workspace)
         if gradients.dx_TD is not None:
-            for expert, dh1, dh3, dx in by_expert(step, dh1_nF, dh3_nF, g_nD):
-                torch.mm(dh1, matrices.w1[expert], out=dx)
-                dx.addmm_(dh3, matrices.w3[expert])
+            for expert, dh1_mF, dh3_mF, dx_mD in zip(step.experts, dh1, dh3, g, strict=True):
+                torch.mm(dh1_mF, matrices.w1[expert], out=dx_mD)
+                dx_mD.addmm_(dh3_mF, matrices.w3[expert])
             add_rows_(gradients.dx_TD, token_n, g_nD, step)
 
 
 def _hidden_gradients(
     gradients: Gradients,
-    x_nD: torch.Tensor,
-    g_nD: torch.Tensor,
+    x: Cut,
+    g: Cut,
     row_n: torch.Tensor,
     score_n1: torch.Tensor,
     weights: ExpertWeights,
@@ -98,31 +101,34 @@ def _hidden_gradients(
     step: Step,
     activation: SwiGLU,
     workspace: BackwardWorkspace,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Cut, Cut, Cut]:
     """``dh1, dh3`` and ``a``, all scaled by the score; writes the score gradients.
 
     They take the places of ``h1, h3`` and ``u``, block by block.
     """
-    num_rows, hidden = x_nD.shape[0], workspace.hidden
+    num_rows, hidden = step.last - step.first, workspace.hidden
     h1_nF, h3_nF, u_nF = hidden.wide(num_rows)
-    products_(h1_nF, x_nD, matrices.w1_transposed, weights.b1_gF, step)
-    products_(h3_nF, x_nD, matrices.w3_transposed, weights.b3_gF, step)
-    products_(u_nF, g_nD, matrices.w2, None, step)
+    h1, h3, u = cut(step, h1_nF, h3_nF, u_nF)
+    products_(h1, x, matrices.w1_transposed, weights.b1_gF, step)
+    products_(h3, x, matrices.w3_transposed, weights.b3_gF, step)
+    products_(u, g, matrices.w2, None, step)
     dscore_n = workspace.dscore_R[:num_rows]
     for rows in hidden.blocks(num_rows):
         block = hidden.load(h1_nF[rows], h3_nF[rows], u_nF[rows])
         extra = hidden.extra(rows.stop - rows.start)
-        dscore = None if gradients.dscores_TK is None else dscore_n[rows]
-        results = _block_gradients([*block, *extra], score_n1[rows], activation, workspace, dscore)
+        dscore_b = None if gradients.dscores_TK is None else dscore_n[rows]
+        buffers = [*block, *extra]
+        results = _block_gradients(buffers, score_n1[rows], activation, workspace, dscore_b)
         for target, value in zip((h1_nF, h3_nF, u_nF), results, strict=True):
             store_(target[rows], value)
     if gradients.dscores_TK is not None:
         if weights.b2_gD is not None:
-            for expert, g, dscore in by_expert(step, g_nD, dscore_n):
-                dscore += torch.mv(g, weights.b2_gD[expert])
+            (dscore,) = cut(step, dscore_n)
+            for expert, g_mD, dscore_m in zip(step.experts, g, dscore, strict=True):
+                dscore_m += torch.mv(g_mD, weights.b2_gD[expert])
         dscores_N = gradients.dscores_TK.view(-1)
         dscores_N.index_copy_(0, row_n, dscore_n.to(dscores_N.dtype))
-    return h1_nF, h3_nF, u_nF
+    return h1, h3, u
 
 
 def _block_gradients(
