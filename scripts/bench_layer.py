@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from child_process import end_with_parent
 from layer_bench.layers import IMPLEMENTATIONS, build_layer
 from layer_bench.measure import measure_error, measure_memory, measure_times, measure_traffic
 from layer_bench.reference import reference_of
 from layer_bench.setting import PRESETS, Setting
-from longest.ranks import end_at_interrupt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
-    end_at_interrupt()
+    end_with_parent()
     torch.set_num_threads(1)
     if args.device == "cuda":
         torch.cuda.set_device(rank)

@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
+from child_process import end_with_parent
 
 from kernel_check.chips import CHIPS
 from kernel_check.compile import Variant, measure
@@ -128,7 +129,7 @@ def _rows(args: argparse.Namespace, jobs: Sequence[Job]) -> Iterator[Row]:
     context = multiprocessing.get_context("spawn")
     workers = min(args.workers, len(jobs))
     begin_s = time.perf_counter()
-    with ProcessPoolExecutor(workers, context) as pool:
+    with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
         pending = [pool.submit(_row, args.registry, *job) for job in jobs]
         for count, done in enumerate(as_completed(pending), start=1):
             yield done.result()

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from child_process import end_with_parent
+
 from titan_relay.config import ConfigError, RunConfig, load_config, validate, validate_model
 
 if TYPE_CHECKING:
@@ -140,6 +142,7 @@ def _rank(
 
     from titan_relay.titan.hf.compare import compare_on_rank
 
+    end_with_parent()
     logging.disable(logging.WARNING)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))

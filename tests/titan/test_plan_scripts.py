@@ -248,7 +248,7 @@ def test_a_budget_in_which_nothing_fits_is_one_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for child processes")
 def test_ranks_end_with_their_script(tmp_path: Path) -> None:
-    # A rank that waits for another, started as a shell's background job, which ignores SIGINT.
+    # A rank that waits for another, started as a shell's background job is, which ignores SIGINT.
     program = (
         "import sys, torch.multiprocessing as mp; from longest.ranks import start_rank\n"
         "mp.spawn(start_rank, args=(2, sys.argv[1]), nprocs=1)"
