@@ -28,7 +28,6 @@ from relay_kernels.forward_step import (
     cut,
     products_,
     steps,
-    store_,
     transposed,
 )
 from relay_kernels.gradients import Gradients
@@ -70,10 +69,11 @@ def step_backward_experts_(
     workspace.index.begin(rows_N, scores_TK, segments[-1][1])
     for step in steps(segments, workspace.max_rows):
         num_rows = step.last - step.first
-        row_n, token_n, score_n1 = workspace.index.of(step.first, step.last)
+        token_n, score_n1 = workspace.index.of(step.first, step.last)
         x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         g_nD = torch.index_select(dout_TD, 0, token_n, out=workspace.g_RD[:num_rows])
         x, g = cut(step, x_nD, g_nD)
+        row_n = rows_N[step.first : step.last]
         dh1, dh3, a = _hidden_gradients(
             gradients, x, g, row_n, score_n1, weights, matrices, step, activation, workspace
         )
@@ -120,14 +120,15 @@ def _hidden_gradients(
         buffers = [*block, *extra]
         results = _block_gradients(buffers, score_n1[rows], activation, workspace, dscore_b)
         for target, value in zip((h1_nF, h3_nF, u_nF), results, strict=True):
-            store_(target[rows], value)
+            _store_(target[rows], value)
     if gradients.dscores_TK is not None:
         if weights.b2_gD is not None:
             (dscore,) = cut(step, dscore_n)
             for expert, g_mD, dscore_m in zip(step.experts, g, dscore, strict=True):
                 dscore_m += torch.mv(g_mD, weights.b2_gD[expert])
         dscores_N = gradients.dscores_TK.view(-1)
-        dscores_N.index_copy_(0, row_n, dscore_n.to(dscores_N.dtype))
+        long_row_n = workspace.row_R[:num_rows].copy_(row_n)
+        dscores_N.index_copy_(0, long_row_n, dscore_n.to(dscores_N.dtype))
     return h1, h3, u
 
 
@@ -158,6 +159,12 @@ def _block_gradients(
     torch.mul(dh3_bF, score_b1, out=h3_bF)
     torch.mul(a_bF, score_b1, out=u_bF)
     return dh1_bF, h3_bF, u_bF
+
+
+def _store_(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Round ``value`` into ``target``, unless it was computed there."""
+    if value.data_ptr() != target.data_ptr():
+        target.copy_(value)
 
 
 def _weight_gradients_(

@@ -3,9 +3,10 @@
 Its size depends on the number of rows per step alone, never on what the router does, so that the
 peak of a layer is the same for every routing.
 
-Products are computed in the tokens' dtype. What lies between two products (activation, scores) is
-computed in float32 when that dtype is narrower, so that a value is rounded once between two
-products and not at every elementary operation; otherwise in the dtype itself, without copies.
+Products are computed in the tokens' dtype. Between two products the forward takes PyTorch's
+operators as they are, which compute in float32 where that dtype is narrower and round every result.
+The backward's chain of operators is longer: there, a block of rows is held in float32 until it is
+rounded once; where the dtype is not narrower it works without copies.
 
 Shape legend: R rows per step, n rows of this step, D model dimension, F expert hidden dimension.
 """
@@ -54,7 +55,7 @@ class StepShape:
 
     @property
     def math_dtype(self) -> torch.dtype:
-        """The dtype between products."""
+        """The backward's dtype between products."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
@@ -66,7 +67,7 @@ class StepShape:
 
 
 class HiddenBuffers:
-    """``num_wide`` buffers of R rows for products, and buffers of a block's rows for the math.
+    """A backward's ``num_wide`` buffers of R rows, and buffers of a block's rows for the math.
 
     What lies between products is done a block of rows at a time, so that it stays in the cache and
     needs little memory: in the products' own buffers where they have the math dtype (then only
@@ -90,10 +91,7 @@ class HiddenBuffers:
         return [buffer[:num_rows] for buffer in self._wide]
 
     def blocks(self, num_rows: int) -> Iterator[slice]:
-        """The rows of each block; all of them where blocks need no buffers."""
-        if not self._copies and not self._extra:
-            yield slice(0, num_rows)
-            return
+        """The rows of each block."""
         for first in range(0, num_rows, self._block_rows):
             yield slice(first, min(first + self._block_rows, num_rows))
 
@@ -124,17 +122,15 @@ def block_rows(shape: StepShape) -> int:
 
 
 class RowIndex:
-    """Row and token numbers (int64) and scores in the math dtype, of many steps' rows at a time.
+    """Token numbers (int64) and scores of many steps' rows at a time.
 
     Steps are short, and a call of an operator costs as much as its work on so few numbers.
     """
 
-    def __init__(self, shape: StepShape) -> None:
+    def __init__(self, shape: StepShape, score_dtype: torch.dtype) -> None:
         size = _INDEX_STEPS * shape.max_rows
-        self._row_I, self._token_I = torch.empty(
-            2, size, dtype=torch.int64, device=shape.device
-        ).unbind(0)
-        self._score_I = torch.empty(size, dtype=shape.math_dtype, device=shape.device)
+        self._token_I = torch.empty(size, dtype=torch.int64, device=shape.device)
+        self._score_I = torch.empty(size, dtype=score_dtype, device=shape.device)
         self._first = self._last = 0
 
     def begin(self, rows_N: torch.Tensor, scores_TK: torch.Tensor, last: int) -> None:
@@ -143,8 +139,8 @@ class RowIndex:
         self._scores_N, self._top_k = scores_TK.reshape(-1), scores_TK.shape[1]
         self._first = self._last = 0
 
-    def of(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Row numbers, tokens and scores ``(n, 1)`` of the sorted rows ``first <= i < last``.
+    def of(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and scores ``(n, 1)`` of the sorted rows ``first <= i < last``.
 
         Example: with ``top_k = 2`` the rows ``[5, 0]`` are choice 1 of token 2 and choice 0 of
         token 0, so tokens are ``[2, 0]`` and scores ``[scores_TK[2, 1], scores_TK[0, 0]]``.
@@ -152,12 +148,12 @@ class RowIndex:
         if first < self._first or last > self._last:
             self._load(first)
         rows = slice(first - self._first, last - self._first)
-        return self._row_I[rows], self._token_I[rows], self._score_I[rows].unsqueeze(1)
+        return self._token_I[rows], self._score_I[rows].unsqueeze(1)
 
     def _load(self, first: int) -> None:
-        last = min(first + self._row_I.shape[0], self._end)
+        last = min(first + self._token_I.shape[0], self._end)
         num_rows = last - first
-        row_i = self._row_I[:num_rows].copy_(self._rows_N[first:last])
+        row_i = self._rows_N[first:last]
         torch.div(row_i, self._top_k, rounding_mode="floor", out=self._token_I[:num_rows])
         score_i = self._score_I[:num_rows]
         if self._scores_N.dtype == score_i.dtype:
@@ -167,29 +163,24 @@ class RowIndex:
         self._first, self._last = first, last
 
     @staticmethod
-    def num_bytes(shape: StepShape) -> int:
-        return _INDEX_STEPS * shape.max_rows * (16 + shape.math_dtype.itemsize)
+    def num_bytes(shape: StepShape, score_dtype: torch.dtype) -> int:
+        return _INDEX_STEPS * shape.max_rows * (8 + score_dtype.itemsize)
 
 
 class ForwardWorkspace:
-    """``R * (2D + 2F)`` elements, the row index, and for a narrow dtype two blocks of float32."""
-
-    NUM_WIDE, NUM_EXTRA = 2, 0
+    """``R * (D + 2F)`` elements and the row index."""
 
     def __init__(self, shape: StepShape) -> None:
         self.max_rows = shape.max_rows
-        self.index = RowIndex(shape)
+        self.index = RowIndex(shape, shape.dtype)
         self.x_RD = shape.rows(shape.dim, shape.dtype)
-        self.y_RD = shape.rows(shape.dim, shape.dtype)
-        self.hidden = HiddenBuffers(shape, self.NUM_WIDE, self.NUM_EXTRA)
+        self.h1_RF = shape.rows(shape.expert_dim, shape.dtype)
+        self.h3_RF = shape.rows(shape.expert_dim, shape.dtype)
 
-    @classmethod
-    def num_bytes(cls, shape: StepShape) -> int:
-        return (
-            shape.max_rows * 2 * shape.dim * shape.dtype.itemsize
-            + HiddenBuffers.num_bytes(shape, cls.NUM_WIDE, cls.NUM_EXTRA)
-            + RowIndex.num_bytes(shape)
-        )
+    @staticmethod
+    def num_bytes(shape: StepShape) -> int:
+        row_bytes = (shape.dim + 2 * shape.expert_dim) * shape.dtype.itemsize
+        return shape.max_rows * row_bytes + RowIndex.num_bytes(shape, shape.dtype)
 
 
 class BackwardWorkspace:
@@ -203,7 +194,8 @@ class BackwardWorkspace:
 
     def __init__(self, shape: StepShape, grad_dtype: torch.dtype | None) -> None:
         self.max_rows = shape.max_rows
-        self.index = RowIndex(shape)
+        self.index = RowIndex(shape, shape.math_dtype)
+        self.row_R = torch.empty(shape.max_rows, dtype=torch.int64, device=shape.device)
         self.x_RD = shape.rows(shape.dim, shape.dtype)
         self.g_RD = shape.rows(shape.dim, shape.dtype)
         self.hidden = HiddenBuffers(shape, self.NUM_WIDE, self.NUM_EXTRA)
@@ -220,7 +212,7 @@ class BackwardWorkspace:
         total = shape.max_rows * 2 * shape.dim * shape.dtype.itemsize
         total += HiddenBuffers.num_bytes(shape, cls.NUM_WIDE, cls.NUM_EXTRA)
         total += (shape.max_rows + shape.expert_dim) * shape.math_dtype.itemsize
-        total += RowIndex.num_bytes(shape)
+        total += shape.max_rows * 8 + RowIndex.num_bytes(shape, shape.math_dtype)
         if grad_dtype not in (None, shape.dtype):
             total += shape.dim * shape.expert_dim * shape.dtype.itemsize
         return total

@@ -29,12 +29,20 @@ def poisoned(tensor):
     return tensor.fill_(math.nan)
 
 
+def buffers(workspace):
+    """All tensors of a workspace, also those of its parts."""
+    for value in vars(workspace).values():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif hasattr(item, "__dict__"):
+                yield from buffers(item)
+
+
 def poison(workspace):
-    hidden = workspace.hidden
-    buffers = [*hidden._wide, *hidden._copies, *hidden._extra]
-    for value in [*vars(workspace).values(), *buffers]:
-        if isinstance(value, torch.Tensor) and value is not getattr(workspace, "ones_F", None):
-            poisoned(value)
+    for buffer in buffers(workspace):
+        if buffer.is_floating_point() and buffer is not getattr(workspace, "ones_F", None):
+            poisoned(buffer)
 
 
 def problem(dtype, has_biases):
@@ -138,15 +146,8 @@ def test_workspaces_take_the_bytes_they_say(dtype, sum_dtype):
     shape = StepShape(13, D, F, dtype, torch.device("cpu"))
 
     def storage_bytes(workspace):
-        tensors = [*vars(workspace).values(), *vars(workspace.index).values()]
-        hidden = workspace.hidden
-        tensors += [*hidden._wide, *hidden._copies, *hidden._extra]
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in tensors
-            if isinstance(tensor, torch.Tensor)
-        }
-        return sum(storages.values())
+        storages = [tensor.untyped_storage() for tensor in buffers(workspace)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     assert storage_bytes(ForwardWorkspace(shape)) == ForwardWorkspace.num_bytes(shape)
     backward = BackwardWorkspace(shape, sum_dtype)

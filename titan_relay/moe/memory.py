@@ -10,11 +10,11 @@ longest slice; ``B`` = 0, 1, 2 and ``C`` = 0, 2, 3 buffers at W = 1, 2 and more:
     forward    result   T D b
                experts  B g P b
                tokens   B t (D b + K (bs + 4)) + C t D b
-               step     R (2D + 2F) b + R (16 + b)
+               step     R (D + 2F) b + 8 R (8 + b)
     backward   result   T D b + T K bs
                experts  B g P b + C g P bg
                tokens   B t (2 D b + K (bs + 4)) + C t (D b + K bs)
-               step     R (2D + 3F + 1) b + F b + R (16 + b), and 2 blocks
+               step     R (2D + 3F + 1) b + F b + 8 R (9 + b), and 2 blocks
     routing    20 T K while sorting; then 4 T K until the backward has ended, and another 4 T K
                during a call of a ring of tokens with more than one slice
 
@@ -22,9 +22,9 @@ That is the step in plain PyTorch. The fused kernels' (on CUDA; ``relay_kernels.
 forward ``R F b``, backward ``3 R F b`` (``2 R F b`` without weight gradients) and for an op's time
 4 bytes per row and tile of 32 or more of the ``F``; deterministic sums take ``R D b + 4 T K`` more.
 
-A block is 256 KiB at most (``relay_kernels.workspace.block_rows``). In PyTorch's step in bfloat16
-and float16 what lies between products is float32, a block at a time: the forward has 2 blocks and
-the backward 5, and a row's scores have 4 bytes.
+A block is 256 KiB at most (``relay_kernels.workspace.block_rows``). In bfloat16 and float16 what
+lies between products is float32 in PyTorch's backward, a block at a time: it has 5 blocks, and a
+row's scores have 4 bytes.
 
 Where gradients are summed in another dtype than the weights', the backward has ``D F b`` more for a
 step's product, and ``2 g P bg`` (experts; one at W = 1) or ``e P bg`` (tokens) for sums.
