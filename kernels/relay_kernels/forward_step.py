@@ -148,6 +148,6 @@ def add_rows_(
         total_TD.index_add_(0, token_m, value_mD)
 
 
-def transposed(weights_gAB: torch.Tensor) -> list[torch.Tensor]:
+def transposed(weights_gAB: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Each expert's matrix as ``B x A``."""
-    return list(weights_gAB.transpose(1, 2).unbind(0))
+    return weights_gAB.transpose(1, 2).unbind(0)
