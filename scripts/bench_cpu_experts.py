@@ -1,6 +1,7 @@
 """The experts of one rank on a CPU: relay_kernels' PyTorch steps against ``torch._grouped_mm``.
 
     python scripts/bench_cpu_experts.py
+    python scripts/bench_cpu_experts.py --without-products
 
 The other side is what a layer over ``torch._grouped_mm`` does: gather the routed rows, two grouped
 products, SwiGLU, a grouped product, scores, sum per token; its backward is autograd's. The relay's
@@ -16,13 +17,15 @@ Markdown.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
@@ -199,7 +202,21 @@ def taken_ms(function: Callable[[], object]) -> float:
     return 1e3 * (time.thread_time() - start)
 
 
-def row(shape: tuple[int, ...], name: str, rounds: int) -> str:
+@contextlib.contextmanager
+def no_products() -> Iterator[None]:
+    """Both sides' products leave their results as the memory was; it is allocated all the same."""
+
+    def mm(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        return out
+
+    def grouped(left: torch.Tensor, right: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        return left.new_empty(left.shape[0], right.shape[-1])
+
+    with mock.patch.object(torch, "mm", mm), mock.patch.object(torch, "_grouped_mm", grouped):
+        yield
+
+
+def row(shape: tuple[int, ...], name: str, rounds: int, products: bool) -> str:
     """One line of the table."""
     layer = Layer.make(shape, DTYPES[name])
     tensors = [layer.x_TD, layer.scores_TK, *layer.weights.tensors()]
@@ -213,12 +230,18 @@ def row(shape: tuple[int, ...], name: str, rounds: int) -> str:
     except RuntimeError as refusal:
         if "stride" not in str(refusal):
             raise
+        if not products:
+            return f"{title} | refused | | | | |"
         forward, backward = (
             statistics.median(taken_ms(functools.partial(run, layer)) for _ in range(rounds))
             for run in (relay_forward, relay_backward)
         )
         return f"{title} {forward:.1f} | refused | | {backward:.1f} | refused | |"
     check_same([relay_forward(layer)], reference, layer.x_TD.dtype)
+    if not products:
+        with no_products():
+            own, other, ratio = paired_ms(lambda: relay_forward(layer), grouped, rounds)
+        return f"{title} {own:.2f} | {other:.2f} | {ratio:.2f} | | | |"
     check_same(relay_backward(layer), grouped_backward(layer), layer.x_TD.dtype)
     pairs = (
         paired_ms(lambda: relay_forward(layer), grouped, rounds),
@@ -237,6 +260,9 @@ def main(argv: list[str] | None = None) -> None:
         "--shape", type=int, nargs=6, metavar=("T", "D", "F", "E", "K", "SKEW"), help="only this"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="only this one")
+    parser.add_argument(
+        "--without-products", action="store_true", help="the forward without its products"
+    )
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
@@ -252,7 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     names = [args.dtype] if args.dtype else list(DTYPES)
     runs = [(shape, name) for name in names for shape in shapes]
     for index, (shape, name) in enumerate(runs):
-        print(row(shape, name, args.rounds), flush=True)
+        print(row(shape, name, args.rounds, not args.without_products), flush=True)
         elapsed = time.monotonic() - started
         left = elapsed / (index + 1) * (len(runs) - index - 1)
         print(f"{index + 1} of {len(runs)}, about {left:.0f} s to go", file=sys.stderr)
