@@ -121,10 +121,7 @@ else
     --ranks 1 4 --tokens 4096 --preset qwen3-30b-a3b --dtype bfloat16
   section "speed" 200 "$python" scripts/bench_kernels.py
   if "$python" -c "import pytest" 2>/dev/null; then
-    # Not the project's settings, which name plugins that may not be there.
-    section "tests" 120 "$python" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . \
-      -m "not slow" tests/kernels tests/moe/test_loopback.py \
-      --deselect tests/kernels/test_check_kernels.py
+    section "tests" 120 "$python" scripts/gpu_tests.py
   else
     echo "| tests | not run: pytest is not installed | 0 |" >>"$parts/summary"
   fi
