@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 from layer_bench.setting import PRESETS
-from longest.arguments import file_to_write
+from longest.arguments import at_least_0, at_least_1, file_to_write
 
 from kernel_bench.report import Row, table
 
@@ -55,15 +55,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=list(PRESETS))
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tokens", type=at_least_1, default=16384)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--skew", type=float, default=0.0, help="Zipf exponent; 0: uniform")
-    parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--rows-per-step", type=int, nargs="+", default=ROWS_PER_STEP)
+    parser.add_argument("--skew", type=at_least_0, default=0.0, help="Zipf exponent; 0: uniform")
+    parser.add_argument("--iters", type=at_least_1, default=20)
+    parser.add_argument("--warmup", type=at_least_1, default=5)
+    parser.add_argument("--rows-per-step", type=at_least_1, nargs="+", default=ROWS_PER_STEP)
     parser.add_argument("--interpret", action="store_true", help="try out without a GPU")
     parser.add_argument(
-        "--json", type=file_to_write, metavar="FILE", help="write a list of objects, one per line"
+        "--json",
+        type=file_to_write,
+        metavar="FILE",
+        help="write the tables' rows as a list",
     )
     return parser.parse_args(argv)
 

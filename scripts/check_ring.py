@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from layer_bench.reference import Reference, partial_reference, relative_error, share_of
 from layer_bench.setting import PRESETS, Inputs, Setting
+from longest.arguments import above_0, at_least_0, at_least_1
 
 from relay_kernels import (
     KERNELS,
@@ -240,18 +241,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="virtual ranks")
+    parser.add_argument("--ranks", type=at_least_1, nargs="+", default=[2], help="virtual ranks")
     parser.add_argument("--circulate", nargs="+", choices=RINGS, default=RINGS, help="which rings")
     parser.add_argument("--preset", choices=PRESETS, help="layer shape of a published model")
-    parser.add_argument("--scale", type=float, default=1.0, help="shrink a preset's D and F")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank")
-    parser.add_argument("--dim", type=int, default=64, help="model dimension")
-    parser.add_argument("--expert-dim", type=int, default=48, help="expert hidden dimension")
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--skew", type=float, default=1.0, help="Zipf exponent; 0 is balanced")
-    parser.add_argument("--num-slices", type=int, default=None, help="default auto")
-    parser.add_argument("--rows-per-step", type=int, default=None, help="default auto")
+    parser.add_argument("--scale", type=above_0, default=1.0, help="shrink a preset's D and F")
+    parser.add_argument("--tokens", type=at_least_1, default=512, help="tokens per rank")
+    parser.add_argument("--dim", type=at_least_1, default=64, help="model dimension")
+    parser.add_argument("--expert-dim", type=at_least_1, default=48, help="expert hidden dimension")
+    parser.add_argument("--experts", type=at_least_1, default=8)
+    parser.add_argument("--top-k", type=at_least_1, default=2)
+    parser.add_argument("--skew", type=at_least_0, default=1.0, help="Zipf exponent; 0 is balanced")
+    parser.add_argument("--num-slices", type=at_least_1, default=None, help="default auto")
+    parser.add_argument("--rows-per-step", type=at_least_1, default=None, help="default auto")
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="see RelayOptions")
     parser.add_argument("--deterministic", action="store_true", help="sums in a fixed order")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")

@@ -11,9 +11,12 @@
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
-cd "$root" || exit 2
 python=${PYTHON:-python3}
 total_s=${GPU_CHECK_TOTAL_S:-530}
+if [[ ! $total_s =~ ^[0-9]+$ ]]; then
+  echo "error: GPU_CHECK_TOTAL_S=$total_s: must be a whole number of seconds" >&2
+  exit 2
+fi
 export PYTHONPATH="$root:$root/kernels:$root/scripts"
 
 usage() {
@@ -42,7 +45,10 @@ for argument in "$@"; do
       ;;
   esac
 done
-report=${report:-outputs/gpu_check.md}
+# Both are meant from where the script was called; the rest runs in the repository.
+report=$(realpath -m -- "${report:-$root/outputs/gpu_check.md}") || exit 2
+[[ $python != */* ]] || python=$(realpath -s -- "$python")
+cd "$root" || exit 2
 
 arch=sm_90
 if [[ ! $interpret ]]; then
@@ -53,7 +59,10 @@ print('sm_%d%d' % torch.cuda.get_device_capability() if torch.cuda.is_available(
     exit 2
   fi
 fi
-mkdir -p -- "$(dirname -- "$report")" || exit 2
+if ! mkdir -p -- "$(dirname -- "$report")" 2>/dev/null || ! : 2>/dev/null >>"$report"; then
+  echo "error: $report: the report cannot be written there" >&2
+  exit 2
+fi
 parts=$(mktemp -d) || exit 2
 trap 'rm -rf "$parts"' EXIT
 
@@ -110,6 +119,8 @@ else
   if [[ $arch =~ ^sm_(80|90|100)$ ]]; then
     section "kernels, compiled" 60 "$python" scripts/check_kernels.py --arch "$arch" \
       --dtype bfloat16,float32
+  else
+    echo "| kernels, compiled | not run: the check does not know $arch | 0 |" >>"$parts/summary"
   fi
   # Right before fast: small sizes that no tile divides, then a layer as in training.
   section "ring, float32" 45 "$python" scripts/check_ring.py --kernels triton --ranks 1 2 4 \

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from layer_bench.setting import PRESETS
-from longest.arguments import file_to_write
+from longest.arguments import at_least_1, file_to_write
 
 # A layer of each shape class: its preset and tokens.
 LAYERS = {
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these (default: all)")
     parser.add_argument("--shape-class", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--iters", type=at_least_1, default=10)
     parser.add_argument("--interpret", action="store_true", help="try out without a GPU")
     return parser.parse_args(argv)
 
@@ -79,7 +79,13 @@ def tune(args: argparse.Namespace) -> dict[tuple[str, str, str], Any]:
             shape, tokens = TINY[of_class]
         problem = make_problem(preset, shape, tokens, 0.0, DTYPE, device)
         assert shape_class(problem.rows_per_expert, *shape[:2], DTYPE) == of_class
-        for op in fused.ops(problem, "triton"):
+        ops = fused.ops(problem, "triton")
+        known = sorted({kernel for op in ops for kernel in op.tuned})
+        for name in args.kernel or ():
+            if name not in known:
+                _say(f"error: --kernel {name}: must be one of {', '.join(known)}")
+                sys.exit(2)
+        for op in ops:
             for kernel in op.tuned:
                 if not args.kernel or kernel in args.kernel:
                     found |= _tune_one(kernel, of_class, op.run, timer, args)

@@ -45,22 +45,22 @@ def activate_for_backward_(
     h3_RF: torch.Tensor,
     gate_RF: torch.Tensor,
     a_RF: torch.Tensor,
+    cut1_RF: torch.Tensor,
+    cut3_RF: torch.Tensor,
     activation: SwiGLU,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> None:
     """Rebuild what the backward needs.
 
     Afterwards ``gate_RF`` is the gate, ``a_RF`` the activation's value, ``h1_RF`` the gate's
-    argument (times ``alpha``) and ``h3_RF`` the clamped and shifted up projection. Returns the
-    masks of the elements that the clamps cut off (None without a limit): their gradient is zero.
+    argument (times ``alpha``) and ``h3_RF`` the clamped and shifted up projection. With a limit
+    ``cut1_RF`` and ``cut3_RF`` say which elements the clamps cut off: their gradient is zero.
     """
-    cut1_RF = cut3_RF = None
     if activation.is_clamped:
-        cut1_RF = h1_RF > activation.limit
-        cut3_RF = h3_RF.abs() > activation.limit
+        torch.gt(h1_RF, activation.limit, out=cut1_RF)
+        torch.gt(torch.abs(h3_RF, out=a_RF), activation.limit, out=cut3_RF)
     _clamp_inputs_(h1_RF, h3_RF, activation)
     _gate_(h1_RF, activation, out_RF=gate_RF)
     torch.mul(gate_RF, h3_RF, out=a_RF)
-    return cut1_RF, cut3_RF
 
 
 def _clamp_inputs_(h1_RF: torch.Tensor, h3_RF: torch.Tensor, activation: SwiGLU) -> None:

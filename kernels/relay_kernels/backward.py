@@ -52,10 +52,10 @@ def backward_experts_(
 ) -> None:
     """Gradients of ``forward_experts_`` for the rows of the segments.
 
-    Score gradients are written for these rows alone: each row belongs to one expert. What nobody
-    asks for is not computed.
+    Score gradients are written for these rows alone: each row belongs to one expert. Products that
+    nobody asks for are not computed. Not differentiable: parameters need ``torch.no_grad``.
     """
-    assert len(segments) == weights.num_experts
+    assert len(segments) == weights.num_experts > 0
     args = (gradients, dout_TD, x_TD, scores_TK, rows_N, segments, weights, activation)
     if isinstance(workspace, FusedBackwardWorkspace):
         fused_backward_experts_(*args, workspace)

@@ -145,14 +145,15 @@ def _block_gradients(
     has been used for the last time.
     """
     h1_bF, h3_bF, u_bF, gate_bF, a_bF = buffers
-    cut1_bF, cut3_bF = activate_for_backward_(h1_bF, h3_bF, gate_bF, a_bF, activation)
+    cut1_bF, cut3_bF = workspace.cut_2BF[:, : score_b1.shape[0]].unbind(0)
+    activate_for_backward_(h1_bF, h3_bF, gate_bF, a_bF, cut1_bF, cut3_bF, activation)
     dh3_bF = gate_bF.mul_(u_bF)
     u_bF.mul_(h3_bF)
     if dscore_b is not None:
         # <u, a> = sum over F of (u * gate) * h3; h3 is not needed after this.
         torch.mv(h3_bF.mul_(dh3_bF), workspace.ones_F, out=dscore_b)
     dh1_bF = torch.ops.aten.silu_backward.grad_input(u_bF, h1_bF, grad_input=h1_bF)
-    if cut1_bF is not None and cut3_bF is not None:
+    if activation.is_clamped:
         dh1_bF.masked_fill_(cut1_bF, 0.0)
         dh3_bF.masked_fill_(cut3_bF, 0.0)
     dh1_bF.mul_(score_b1)

@@ -1,6 +1,7 @@
 """Which implementation computes: the Triton kernels or plain PyTorch."""
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from typing import Literal
@@ -54,7 +55,7 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str:
     if not _has_triton():
         return "the package triton is not installed"
     if is_interpreted():
-        return ""
+        return _why_not_interpreted()
     if device.type != "cuda" or torch.version.cuda is None:
         return f"the tensors are on {device.type}, and it runs on CUDA devices"
     capability = torch.cuda.get_device_capability(device)
@@ -66,3 +67,16 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _why_not_interpreted() -> str:
+    """The interpreter of triton 3.6 makes integers of arrays with one element."""
+    triton, numpy = (_version(package) for package in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        return "the interpreter of triton 3.6 needs numpy older than 2.4"
+    return ""
+
+
+def _version(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])

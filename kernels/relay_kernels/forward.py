@@ -42,6 +42,8 @@ def forward_experts_(
 ) -> None:
     """``out[t] += score * expert(x[t])`` for every row of the segments.
 
+    Not differentiable (``backward_experts_`` is its backward): parameters need ``torch.no_grad``.
+
     Args:
         out_TD: summed into, in place.
         rows_N: integer row numbers ``t * K + k``, sorted by expert; an expert has a token once.
@@ -49,7 +51,7 @@ def forward_experts_(
             ordinary.
         workspace: scratch, overwritten.
     """
-    assert len(segments) == weights.num_experts
+    assert len(segments) == weights.num_experts > 0
     args = (out_TD, x_TD, scores_TK, rows_N, segments, weights, activation)
     if isinstance(workspace, FusedForwardWorkspace):
         fused_forward_experts_(*args, workspace)

@@ -14,8 +14,8 @@ from relay_kernels.weights import ExpertWeights
 class Gradients:
     """Where gradients go; None means that nobody asks for that one, and its work is left out.
 
-    ``dx_TD`` is summed into and ``dscores_TK`` is written. ``weights`` is summed into if
-    ``accumulate_weights``, and otherwise overwritten (with zeros for an expert without rows).
+    ``dx_TD`` is summed into and ``dscores_TK`` (contiguous) is written. ``weights`` is summed into
+    if ``accumulate_weights``, and otherwise overwritten (with zeros for an expert without rows).
     """
 
     dx_TD: torch.Tensor | None

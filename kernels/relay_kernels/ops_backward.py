@@ -16,7 +16,7 @@ Shape legend: T tokens, K top-k, N = T * K routed rows, R rows at most in a chun
 dimension, F expert hidden dimension, g experts. Operands may be any views; workspace rows
 (``dh1_RF, dh3_RF, a_RF``, of equal strides, and ``y_RD``) need a last stride of 1. All have one
 dtype but scores and their gradients (any floating, contiguous), weight gradients (any floating) and
-the indices.
+the indices (contiguous). The last dimension spans less than 2^31 elements.
 """
 
 import torch

@@ -15,8 +15,8 @@ are the deterministic form of the second. An expert has a token once at most.
 
 Shape legend: T tokens, K top-k, N = T * K routed rows, R rows at most in a chunk, D model
 dimension, F expert hidden dimension, g experts. Operands may be any views; ``a_RF``, ``y_RD`` and
-``out_TD`` need a last stride of 1. All have one dtype but ``scores_N`` (any floating) and the
-indices.
+``out_TD`` need a last stride of 1, indices and scores are contiguous, and the last dimension spans
+less than 2^31 elements. All have one dtype but ``scores_N`` (any floating) and the indices.
 """
 
 import torch

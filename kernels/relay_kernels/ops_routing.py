@@ -45,7 +45,8 @@ def _sorted_rows(
     expert_ids_TK: Tensor, num_experts: int, num_slices: int, slice_length: int
 ) -> tuple[Tensor, Tensor]:
     """By PyTorch's stable sort."""
-    ids_N = expert_ids_TK.reshape(-1).to(torch.int32)
+    # Clamped in their own dtype: an id out of range stays one in int32, also times num_slices.
+    ids_N = expert_ids_TK.reshape(-1).clamp(-1, num_experts).to(torch.int32)
     keys_N, rows_N = torch.sort(ids_N, stable=True)
     rows_N = rows_N.to(torch.int32)
     if num_slices > 1:

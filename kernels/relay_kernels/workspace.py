@@ -48,6 +48,11 @@ class StepShape:
     num_rows: int = 0
     rows_per_expert: int = 256
 
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "dim", "expert_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"StepShape: {name} = {getattr(self, name)} must be at least 1")
+
     @property
     def is_fused(self) -> bool:
         """The fused Triton kernels compute, and not plain PyTorch."""
@@ -186,6 +191,8 @@ class ForwardWorkspace:
 class BackwardWorkspace:
     """``R * (2D + 3F)`` elements, the row index, and blocks: 2 and for a narrow dtype 3 more.
 
+    Two masks of a block say what a clamped activation cuts off.
+
     Where gradients are summed in another dtype than the products' (bfloat16 into float32), one
     step's product is held before it is added, ``D * F`` elements.
     """
@@ -200,6 +207,8 @@ class BackwardWorkspace:
         self.g_RD = shape.rows(shape.dim, shape.dtype)
         self.hidden = HiddenBuffers(shape, self.NUM_WIDE, self.NUM_EXTRA)
         dtype, device = shape.math_dtype, shape.device
+        size = (2, block_rows(shape), shape.expert_dim)
+        self.cut_2BF = torch.empty(size, dtype=torch.bool, device=device)
         self.dscore_R = torch.empty(shape.max_rows, dtype=dtype, device=device)
         self.ones_F = torch.ones(shape.expert_dim, dtype=dtype, device=device)
         self.product: torch.Tensor | None = None
@@ -212,6 +221,7 @@ class BackwardWorkspace:
         total = shape.max_rows * 2 * shape.dim * shape.dtype.itemsize
         total += HiddenBuffers.num_bytes(shape, cls.NUM_WIDE, cls.NUM_EXTRA)
         total += (shape.max_rows + shape.expert_dim) * shape.math_dtype.itemsize
+        total += 2 * block_rows(shape) * shape.expert_dim
         total += shape.max_rows * 8 + RowIndex.num_bytes(shape, shape.math_dtype)
         if grad_dtype not in (None, shape.dtype):
             total += shape.dim * shape.expert_dim * shape.dtype.itemsize

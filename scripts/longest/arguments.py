@@ -1,4 +1,4 @@
-"""Types of command-line arguments that the scripts about lengths and budgets share."""
+"""Types of command-line arguments that scripts share."""
 
 import argparse
 import math
@@ -32,6 +32,14 @@ def at_least_1(text: str) -> int:
     return number
 
 
+def at_least_0(text: str) -> float:
+    """A finite number of at least 0."""
+    number = _number(float, text, "a number")
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0")
+    return number
+
+
 def above_0(text: str) -> float:
     """A finite number above 0."""
     number = _number(float, text, "a number")
@@ -47,6 +55,13 @@ def file_to_write(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text}: there is no such folder")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file in it")
+    existed = path.exists()
+    try:
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written: {error.strerror}") from error
     return path
 
 

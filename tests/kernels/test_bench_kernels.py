@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import bench_kernels
+import check_ring
 import tune_kernels
 from kernel_bench.compare import _largest_error
 from kernel_bench.search import search
@@ -24,12 +25,13 @@ by_interpreter = pytest.mark.skipif(
 )
 
 
-def gpu_check(*arguments, **environment):
+def gpu_check(*arguments, cwd=None, **environment):
     return subprocess.run(
         ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=580,
+        cwd=cwd,
         env={**os.environ, "PYTHON": sys.executable, **environment},
     )
 
@@ -52,6 +54,37 @@ def test_the_check_of_a_gpu_is_refused_without_one(tmp_path):
     assert not report.parent.exists()
     assert done.stderr.count("\n") == 1
     assert "no torch with a CUDA device; --interpret tries the script out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        (bench_kernels, ["--tokens", "-1"], "--tokens: -1 must be at least 1"),
+        (bench_kernels, ["--skew", "nan"], "--skew: nan must be a number of at least 0"),
+        (bench_kernels, ["--json", "/proc/x.json"], "/proc/x.json: cannot be written"),
+        (tune_kernels, ["--out", "/proc/x.toml"], "/proc/x.toml: cannot be written"),
+        (check_ring, ["--tokens", "0"], "--tokens: 0 must be at least 1"),
+    ],
+)
+def test_a_mistake_is_told_before_any_work(capsys, script, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        script.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("report", [Path("/"), Path("/proc/there/report.md")])
+def test_a_report_that_cannot_be_written_is_told_first(report):
+    done = gpu_check("--interpret", report, PYTHON="true")
+    assert done.returncode == 2
+    assert done.stderr == f"error: {report}: the report cannot be written there\n"
+
+
+def test_paths_are_meant_from_where_the_script_is_called(tmp_path):
+    (tmp_path / "python").symlink_to("/bin/true")
+    done = gpu_check("--interpret", "report.md", PYTHON="./python", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "5 sections, 0 not ok" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from relay_kernels import SwiGLU
 from relay_kernels.ops_forward import down_rows_, down_scatter_, sum_rows_, up_gate_
 from tests.kernels.problem import DEVICE, Problem
 from tests.kernels.test_forward_ops import forward
@@ -34,6 +35,27 @@ def test_three_steps_over_dirty_memory_stay_clean(kernels, deterministic):
     for _ in range(3):
         _, out_TD = forward(problem, kernels, 12, deterministic)
         torch.testing.assert_close(out_TD.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_a_nan_is_not_hidden_by_the_clamps(kernels):
+    activation = SwiGLU(alpha=1.702, limit=0.7, up_offset=1.0)
+    problem = Problem((2,), 2, 1, 4, 4, activation=activation)
+    problem.x_TD[0] = math.nan
+    _, out_TD = forward(problem, kernels, 2, False)
+    assert out_TD[0].isnan().all()
+    assert out_TD[1].isfinite().all()
+
+
+@pytest.mark.parametrize("which", ["x_TD", "rows_N"])
+def test_views_that_a_kernel_cannot_address_are_refused(which):
+    problem = Problem((2,), 2, 1, 3, 4, dtype=torch.float16)
+    if which == "x_TD":
+        problem.x_TD = torch.empty_strided((2, 3), (1, 2**30), dtype=torch.float16, device=DEVICE)
+    else:
+        problem.rows_N = torch.stack([problem.rows_N, problem.rows_N], 1)[:, 0]
+    with pytest.raises((ValueError, AssertionError), match=r"2\^31 elements|one after another"):
+        forward(problem, "triton", 2, False)
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])

@@ -59,6 +59,16 @@ def test_an_id_out_of_range_shows_in_the_bounds(wrong, kernels):
     assert rows_N[begin:end].tolist() == [0, 1, 5, 3, 4]
 
 
+@pytest.mark.parametrize("wrong", [-1, 3, 2**30, 2**31, 2**32, 2**32 + 1, 2**40, -(2**32)])
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_an_id_out_of_range_shows_however_large_it_is(kernels, wrong):
+    ids_TK = torch.tensor([[wrong, 0], [0, 1], [1, 2]], device=DEVICE)
+    for num_slices, slice_length in ((1, 3), (4, 1)):
+        rows_N, bounds = route_rows(ids_TK, 3, num_slices, slice_length, kernels)
+        assert bounds[-1] - bounds[0] == 5
+        assert 0 not in rows_N[bounds[0] : bounds[-1]].tolist()
+
+
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 def test_opcheck(kernels):
     ids_TK = torch.tensor([[0, 1], [2, 0]], device=DEVICE)

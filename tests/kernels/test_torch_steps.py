@@ -17,6 +17,7 @@ from relay_kernels import (
 )
 from tests.kernels.reference import expert_rows
 from tests.support.dense_reference import relative_error
+from titan_relay.memory import LiveBytes
 
 T, K, D, F, G = 7, 2, 5, 3, 4
 # Rows by expert: uneven, empty, one row, many.
@@ -57,31 +58,37 @@ def problem(dtype, has_biases):
     return normal(T, D), torch.rand(T, K, generator=random), normal(T, D), ExpertWeights(*tensors)
 
 
-def truth(x_TD, scores_TK, dout_TD, weights):
+def truth(x_TD, scores_TK, dout_TD, weights, activation):
     leaves = [
         tensor.double().clone().requires_grad_() for tensor in (x_TD, scores_TK, *weights.tensors())
     ]
     x, scores, w1, w2, w3, *biases = leaves
     out = expert_rows(
         torch.zeros(T, D, dtype=torch.float64), x, scores, ROWS, SEGMENTS, w1, w2, w3,
-        biases or None,
+        biases or None, activation,
     )  # fmt: skip
     out.backward(dout_TD.double())
     return out.detach(), [leaf.grad for leaf in leaves]
 
 
+# A 16-bit product that is rounded to the limit or away from it has another gradient than the true
+# one, as in PyTorch's own operators: there the clamps are left out.
+CASES = [(dtype, SwiGLU()) for dtype in TOLERANCE]
+CASES += [(dtype, SwiGLU(1.702, 0.7, 1.0)) for dtype in (torch.float64, torch.float32)]
+
+
 @pytest.mark.parametrize("max_rows", [1, 2, 100])
 @pytest.mark.parametrize("has_biases", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_forward_and_backward(dtype, has_biases, max_rows):
+@pytest.mark.parametrize(("dtype", "activation"), CASES)
+def test_forward_and_backward(dtype, activation, has_biases, max_rows):
     x_TD, scores_TK, dout_TD, weights = problem(dtype, has_biases)
-    expected_out, expected = truth(x_TD, scores_TK, dout_TD, weights)
+    expected_out, expected = truth(x_TD, scores_TK, dout_TD, weights, activation)
     shape = StepShape(max_rows, D, F, dtype, x_TD.device)
 
     workspace = ForwardWorkspace(shape)
     poison(workspace)
     out_TD = torch.zeros(T, D, dtype=dtype)
-    args = (ROWS, SEGMENTS, weights, SwiGLU(), workspace)
+    args = (ROWS, SEGMENTS, weights, activation, workspace)
     forward_experts_(out_TD, x_TD, scores_TK, *args)
     assert relative_error(out_TD, expected_out) < TOLERANCE[dtype]
 
@@ -93,7 +100,7 @@ def test_forward_and_backward(dtype, has_biases, max_rows):
         torch.zeros(T, K),
         weights.empty_like(G, sum_dtype).map(poisoned),
     )
-    args = (ROWS, SEGMENTS, weights, SwiGLU(), workspace)
+    args = (ROWS, SEGMENTS, weights, activation, workspace)
     backward_experts_(gradients, dout_TD, x_TD, scores_TK, *args)
     actual = [gradients.dx_TD, gradients.dscores_TK, *gradients.weights.tensors()]
     for index, (mine, wanted) in enumerate(zip(actual, expected, strict=True)):
@@ -152,6 +159,25 @@ def test_workspaces_take_the_bytes_they_say(dtype, sum_dtype):
     assert storage_bytes(ForwardWorkspace(shape)) == ForwardWorkspace.num_bytes(shape)
     backward = BackwardWorkspace(shape, sum_dtype)
     assert storage_bytes(backward) == BackwardWorkspace.num_bytes(shape, sum_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_clamped_activation_takes_no_more_than_the_workspace(dtype):
+    x_TD, scores_TK, dout_TD, weights = problem(dtype, has_biases=False)
+    shape = StepShape(5, D, F, dtype, x_TD.device)
+    gradients = Gradients(None, torch.zeros(T, K), None)
+    with LiveBytes() as tracker:
+        workspace = BackwardWorkspace(shape, dtype)
+        args = (ROWS, SEGMENTS, weights, SwiGLU(1.702, 0.7, 1.0), workspace)
+        backward_experts_(gradients, dout_TD, x_TD, scores_TK, *args)
+    assert tracker.peak_bytes == BackwardWorkspace.num_bytes(shape, dtype)
+
+
+@pytest.mark.parametrize("name", ["max_rows", "dim", "expert_dim"])
+def test_a_step_of_nothing_is_refused(name):
+    sizes = {"max_rows": 1, "dim": 1, "expert_dim": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name} = 0 must be at least 1"):
+        StepShape(**sizes, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("wrong", [{"alpha": 0.0}, {"limit": -1.0}])

@@ -14,7 +14,7 @@ longest slice; ``B`` = 0, 1, 2 and ``C`` = 0, 2, 3 buffers at W = 1, 2 and more:
     backward   result   T D b + T K bs
                experts  B g P b + C g P bg
                tokens   B t (2 D b + K (bs + 4)) + C t (D b + K bs)
-               step     R (2D + 3F + 1) b + F b + 8 R (9 + b), and 2 blocks
+               step     R (2D + 3F + 1) b + F b + 8 R (9 + b), and 2.5 blocks
     routing    20 T K while sorting; then 4 T K until the backward has ended, and another 4 T K
                during a call of a ring of tokens with more than one slice
 
@@ -23,7 +23,7 @@ forward ``R F b``, backward ``3 R F b`` (``2 R F b`` without weight gradients) a
 4 bytes per row and tile of 32 or more of the ``F``; deterministic sums take ``R D b + 4 T K`` more.
 
 A block is 256 KiB at most (``relay_kernels.workspace.block_rows``). In bfloat16 and float16 what
-lies between products is float32 in PyTorch's backward, a block at a time: it has 5 blocks, and a
+lies between products is float32 in PyTorch's backward, a block at a time: it has 5.5 blocks, and a
 row's scores have 4 bytes.
 
 Where gradients are summed in another dtype than the weights', the backward has ``D F b`` more for a

@@ -44,10 +44,10 @@ class RelayOptions:
         kernels: "triton" (fused kernels on CUDA), "torch" (plain PyTorch), or "auto": Triton on a
             CUDA device that has it, PyTorch elsewhere.
         deterministic: sum in a fixed order, so that the same call gives the same bits again. That
-            is so in any case in plain PyTorch, where a step has each token once, and for weight and
-            score gradients. The fused kernels otherwise add a token's parts to outputs and input
-            gradients as they come; in a fixed order they write a step's parts first, ``R * D``
-            elements and 4 bytes per routed copy, and pass over them once more.
+            is so in any case in plain PyTorch, and for weight and score gradients. The fused
+            kernels otherwise add a token's parts to outputs and input gradients as they come; in a
+            fixed order they write a step's parts first, ``R * D`` elements and 4 bytes per routed
+            copy, and pass over them once more.
         check_finite: before each forward look for NaN, infinity and repeated expert ids, and
             raise on every rank. Costs a pass over the inputs and, on a device, a synchronisation.
             Ids out of range are found without it.

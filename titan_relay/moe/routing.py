@@ -111,7 +111,8 @@ def rows_by_slice(
     if slices.num == 1:
         return [plan.rows_N]
     rows_per_slice = top_k * slices.length
-    slice_N = torch.div(plan.rows_N, rows_per_slice, rounding_mode="floor").to(torch.int16)
+    dtype = torch.int16 if slices.num <= 2**15 else torch.int32
+    slice_N = torch.div(plan.rows_N, rows_per_slice, rounding_mode="floor").to(dtype)
     order_N = torch.sort(slice_N, stable=True).indices
     rows_N = plan.rows_N[order_N]
     result = []

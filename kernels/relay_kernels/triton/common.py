@@ -7,7 +7,8 @@ programs share all (expert, row tile, column tile), and no tile has rows of two 
 Example: offsets ``[0, 3, 3, 9]``, chunk ``2 <= i < 9``, tiles of 4 rows. Expert 0 has one tile (row
 2), expert 1 none, expert 2 two (rows 3 to 6, and 7 and 8): tiles end at ``[1, 1, 3]``.
 
-Offsets that multiply a stride are 64-bit before the multiplication.
+Offsets that multiply a stride are 64-bit before the multiplication, but for the last dimension's,
+which ``launch.strides`` holds to 2^31 elements.
 """
 
 import triton
@@ -96,8 +97,10 @@ def add_to_memory(pointers, value, mask):
 def swiglu(h1, h3, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
     """The activation's value, of float32; ``LIMIT`` is None when nothing is clamped."""
     if LIMIT is not None:
-        h1 = tl.minimum(h1, LIMIT)
-        h3 = tl.minimum(tl.maximum(h3, -LIMIT), LIMIT)
+        # By default minimum and maximum hide a NaN.
+        h1 = tl.minimum(h1, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        h3 = tl.maximum(h3, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        h3 = tl.minimum(h3, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return h1 * tl.sigmoid(ALPHA * h1) * (h3 + UP_OFFSET)
 
 

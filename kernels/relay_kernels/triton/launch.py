@@ -157,6 +157,8 @@ def persistent_programs(num_tiles: int, config: TunedConfig, device: torch.devic
 
 def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
     """The arguments by which kernels know a chunk."""
+    for indices in (chunk.rows_N, chunk.offsets_G):
+        assert indices.is_contiguous(), "row numbers and bounds are read one after another"
     return {
         "rows_ptr": chunk.rows_N,
         "offsets_ptr": chunk.offsets_G,
@@ -176,6 +178,11 @@ def activation_constexprs(activation: SwiGLU) -> dict[str, Any]:
 
 def strides(prefix: str, dims: str, tensor: torch.Tensor | None) -> dict[str, int]:
     """``{prefix + dim: stride}``; zeros for a tensor that is not there."""
+    if tensor is not None and tensor.shape[-1] * tensor.stride(-1) >= 2**31:
+        raise ValueError(
+            f"an operand of shape {tuple(tensor.shape)} has strides {tensor.stride()}: its last "
+            "dimension spans 2^31 elements or more; pass a contiguous copy"
+        )
     values = (0,) * len(dims) if tensor is None else tensor.stride()
     return {f"{prefix}{dim}": value for dim, value in zip(dims, values, strict=True)}
 
