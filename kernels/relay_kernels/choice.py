@@ -1,7 +1,7 @@
 """Which implementation computes: the Triton kernels or plain PyTorch."""
 
 import functools
-import importlib.metadata
+import importlib
 import importlib.util
 import os
 from typing import Literal
@@ -79,4 +79,6 @@ def _why_not_interpreted() -> str:
 
 
 def _version(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
+    # The module's own: triton has come in distributions of other names.
+    version: str = importlib.import_module(package).__version__
+    return tuple(int(part) for part in version.split(".")[:2])

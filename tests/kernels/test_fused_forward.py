@@ -1,5 +1,6 @@
 """``forward_experts_`` by the fused kernels: chunks, workspaces, and the choice of them."""
 
+import importlib
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from relay_kernels import (
     forward_workspace,
     forward_workspace_bytes,
 )
-from relay_kernels.choice import uses_triton
+from relay_kernels.choice import _why_not_interpreted, uses_triton
 from tests.kernels.problem import DEVICE, ROUNDING, Problem, assert_close
 
 
@@ -99,3 +100,14 @@ def test_a_plan_for_a_device_that_is_not_here_counts_on_the_fused_kernels():
     if not torch.cuda.is_available():
         assert uses_triton("auto", torch.device("cuda"), torch.bfloat16)
     assert not uses_triton("auto", torch.device("cuda"), torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("versions", "fits"),
+    [(("3.6.0", "2.4.1"), False), (("3.6.0", "2.3.5"), True), (("3.9.0", "2.4.6"), True)],
+)
+def test_an_interpreter_that_its_numpy_is_too_new_for_is_told(monkeypatch, versions, fits):
+    for package, version in zip(("triton", "numpy"), versions, strict=True):
+        monkeypatch.setattr(importlib.import_module(package), "__version__", version)
+    reason = _why_not_interpreted.__wrapped__()
+    assert reason == ("" if fits else "the interpreter of triton 3.6 needs numpy older than 2.4")
