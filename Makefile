@@ -35,7 +35,7 @@ test-slow: $(VENV)/.has-test
 	$(BIN)/python -m pytest -m slow
 
 test-tiny: $(VENV)/.has-test
-	$(BIN)/python -m pytest -m slow tests/titan/test_tiny_configs.py
+	$(BIN)/python -m pytest -m slow tests/titan/train/test_tiny_configs.py
 
 check-kernels: $(VENV)/.has-test
 	$(BIN)/python scripts/check_kernels.py $(CHECK_ARGS)
@@ -49,7 +49,7 @@ $(VENV)/triton-$(OLDEST_TRITON): | $(VENV)/.has-test
 	  --no-deps --target $@ triton==$(OLDEST_TRITON)
 
 prove-conversion: $(VENV)/.has-test
-	$(BIN)/python -m pytest -m slow tests/titan/test_hf_large.py
+	$(BIN)/python -m pytest -m slow tests/titan/hf/test_large.py
 
 lint: $(VENV)/.has-test
 	$(BIN)/ruff check .

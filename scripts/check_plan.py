@@ -29,7 +29,7 @@ from longest.arguments import at_least_1, file_to_write
 from longest.ranks import largest, start_rank
 
 from titan_relay.config import ConfigError, RunConfig, load_config, validate
-from titan_relay.memory.devices import device_named
+from titan_relay.measure.devices import device_named
 from titan_relay.titan.plan.changes import with_settings
 from titan_relay.titan.plan.dry_run import dry_run
 from titan_relay.titan.plan.measure import measure_steps

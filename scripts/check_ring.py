@@ -31,7 +31,7 @@ from relay_kernels import (
     SwiGLU,
     uses_triton,
 )
-from titan_relay.memory import LiveBytes
+from titan_relay.measure import LiveBytes
 from titan_relay.moe import RelayOptions, backward_memory, backward_traffic, forward_memory
 from titan_relay.moe.call import RelayCall, Wants, layer_shape
 from titan_relay.moe.layer import layer_backward, layer_forward

@@ -28,7 +28,7 @@ from child_process import end_with_parent
 from titan_relay.config import ConfigError, RunConfig, load_config, validate, validate_model
 
 if TYPE_CHECKING:
-    from titan_relay.titan.hf.compare import Comparison, Layout
+    from titan_relay.titan.hf_compare import Comparison, Layout
 
 _SHOWN = 10
 
@@ -70,9 +70,8 @@ def _parser() -> argparse.ArgumentParser:
 def _compare(arguments: argparse.Namespace, config: RunConfig) -> Comparison | None:
     import torch
 
-    from titan_relay.titan.hf.compare import Layout, comparison_run
     from titan_relay.titan.hf.from_hf import open_checked
-    from titan_relay.titan.hf.reference_step import reference_step
+    from titan_relay.titan.hf_compare import Layout, comparison_run, reference_step
 
     for name in ("ep", "cp", "rows", "seq_len"):
         if getattr(arguments, name) < 1:
@@ -140,7 +139,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from titan_relay.titan.hf.compare import compare_on_rank
+    from titan_relay.titan.hf_compare import compare_on_rank
 
     end_with_parent()
     logging.disable(logging.WARNING)

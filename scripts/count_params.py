@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
 
 def report(run: RunConfig) -> str:
     """The table that is printed."""
-    from titan_relay.titan.counts import count  # torchtitan takes seconds to import
+    from titan_relay.titan.model.counts import count  # torchtitan takes seconds to import
 
     model, moe, seq_len = run.model, run.model.moe, run.training.seq_len
     counts = count(model, seq_len)

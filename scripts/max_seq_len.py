@@ -24,8 +24,8 @@ from longest.result import Result
 from longest.runs import checked_run
 
 from titan_relay.config import RunConfig
-from titan_relay.memory.devices import device_named
-from titan_relay.memory.units import in_words
+from titan_relay.measure.devices import device_named
+from titan_relay.measure.units import in_words
 from titan_relay.titan.plan.variants import BASELINE, VARIANTS
 
 EXIT_NOTHING_FITS, EXIT_USER_ERROR = 1, 2

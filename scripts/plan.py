@@ -23,7 +23,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from longest.arguments import at_least_1, parse_with_keys
 
 from titan_relay.config import Loaded, load_config, validate
-from titan_relay.memory.devices import device_named
+from titan_relay.measure.devices import device_named
 
 EXIT_DOES_NOT_FIT, EXIT_USER_ERROR = 1, 2
 SECONDS_BETWEEN_LINES = 10.0
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:  # ConfigError among them
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    from titan_relay.memory.picture import svg_of
+    from titan_relay.measure.picture import svg_of
     from titan_relay.titan.plan.changes import nearest_changes
     from titan_relay.titan.plan.plan import plan_run
     from titan_relay.titan.plan.report import plan_json, plan_lines, when

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from titan_relay.memory.retention import LayerCost, plan_retention
 from titan_relay.ops import DocumentMask, document_attention
+from titan_relay.recompute.levels import LayerCost, plan_retention
 
 MIB = 2**20
 NUM_LAYERS = 48

@@ -13,15 +13,17 @@ MAY_IMPORT = {
     "titan_relay/titan": {
         "titan_relay.config",
         "titan_relay.data",
-        "titan_relay.memory",
+        "titan_relay.measure",
         "titan_relay.moe",
         "titan_relay.ops",
+        "titan_relay.recompute",
     },
     "titan_relay/data": {"titan_relay.config"},
     "titan_relay/config": set(),
-    "titan_relay/memory": set(),
-    "titan_relay/moe": {"relay_kernels"},
-    "titan_relay/ops": set(),
+    "titan_relay/moe": {"relay_kernels", "titan_relay.recompute"},
+    "titan_relay/ops": {"titan_relay.recompute"},
+    "titan_relay/recompute": {"titan_relay.measure"},
+    "titan_relay/measure": set(),
     "kernels/relay_kernels": set(),
 }
 # Only these may import torchtitan, and config must not even import torch.

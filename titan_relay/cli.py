@@ -58,7 +58,7 @@ def _plan(loaded: Loaded, rank: int, world_size: int) -> int:
     """Rank 0 plans; the run that is planned needs no data here."""
     if rank != 0:
         return 0
-    from titan_relay.titan.plan.foreground import print_plan
+    from titan_relay.titan.plan.watch import print_plan
 
     return print_plan(loaded.config, world_size)
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from layer_bench.layers import Layer
 from layer_bench.reference import Reference, relative_error
 from layer_bench.setting import Inputs
-from titan_relay.memory import LiveBytes
+from titan_relay.measure import LiveBytes
 from titan_relay.moe import relay_ring
 
 

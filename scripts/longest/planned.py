@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from longest.result import Result, made_of, result_of
 from titan_relay.config import RunConfig, degrees_of
-from titan_relay.memory.devices import Device
-from titan_relay.memory.units import in_words
+from titan_relay.measure.devices import Device
+from titan_relay.measure.units import in_words
 from titan_relay.titan.plan.extrapolate import peak_of
 from titan_relay.titan.plan.longest import Tried, longest_of, with_length
 from titan_relay.titan.plan.plan import usable_bytes

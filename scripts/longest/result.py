@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_relay.memory.units import in_words
+from titan_relay.measure.units import in_words
 from titan_relay.titan.plan.longest import Tried
 
 _LARGEST = 3

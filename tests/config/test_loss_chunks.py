@@ -7,7 +7,7 @@ import pytest
 
 from tests.config.files import write_good
 from titan_relay.config import degrees_of, load_config
-from titan_relay.config.loss_chunks import loss_chunks
+from titan_relay.config.degrees import loss_chunks
 
 
 @pytest.mark.parametrize(

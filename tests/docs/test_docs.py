@@ -152,7 +152,7 @@ def test_the_first_file_of_the_quick_start_is_a_whole_run(tmp_path: Path) -> Non
 
 def test_adding_a_model_shows_the_smallest_family_as_it_is() -> None:
     """Of those that map names themselves; Qwen3's adapter is torchtitan's."""
-    families = ROOT / "titan_relay" / "titan" / "families"
+    families = ROOT / "titan_relay" / "titan" / "model" / "families"
     names = [
         path.stem
         for path in families.glob("*.py")

@@ -17,7 +17,7 @@ from relay_kernels import (
 )
 from tests.kernels.reference import expert_rows
 from tests.support.dense_reference import relative_error
-from titan_relay.memory import LiveBytes
+from titan_relay.measure import LiveBytes
 
 T, K, D, F, G = 7, 2, 5, 3, 4
 # Rows by expert: uneven, empty, one row, many.

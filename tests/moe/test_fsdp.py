@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.moe.blocks import DIM, NUM_EXPERTS, Block, messages_sent
 from tests.support.dense_reference import relative_error
 from tests.support.distributed import run_ranks
-from titan_relay.moe import relay_checkpoint, relay_moe
+from titan_relay.moe import relay_moe
+from titan_relay.recompute import relay_checkpoint
 
 EP, DP = 2, 2
 NUM_LAYERS = 2

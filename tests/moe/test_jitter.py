@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.moe.test_fsdp import ShardedBlock
 from tests.support.distributed import run_ranks
-from titan_relay.moe import RelayOptions, relay_checkpoint
+from titan_relay.moe import RelayOptions
+from titan_relay.recompute import relay_checkpoint
 
 STEPS = 50
 LATEST_S = 0.2

@@ -12,7 +12,7 @@ from tests.moe.test_traffic import shape_of
 from tests.support.distributed import run_ranks, subgroup
 from tests.support.moe_cases import SKEWS, MoeCase
 from titan_relay.moe import RelayOptions, RelayUsageError, relay_ring
-from titan_relay.moe.tokens_ring import TokenRouting
+from titan_relay.moe.ring_of_tokens import TokenRouting
 from titan_relay.moe.traffic import circulations, forward_traffic
 
 LIMIT = 1.3

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from tests.moe.parity import local_weights
 from tests.support.distributed import run_ranks, subgroup
 from tests.support.moe_cases import MoeCase
-from titan_relay.memory import LiveBytes
+from titan_relay.measure import LiveBytes
 from titan_relay.moe import RelayOptions, relay_moe
 from titan_relay.moe.memory import backward_memory, forward_memory, routing_peak_bytes
 from titan_relay.moe.shapes import LayerShape

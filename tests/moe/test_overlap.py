@@ -9,13 +9,11 @@ import pytest
 from tests.moe.virtual_layer import run_virtual
 from tests.support.moe_cases import MoeCase
 from tests.support.virtual_ring import VirtualWorld
-from titan_relay.moe import (
-    RelayOptions,
-    experts_backward,
-    experts_forward,
-    tokens_backward,
-    tokens_forward,
-)
+from titan_relay.moe import RelayOptions
+from titan_relay.moe import ring_of_experts as experts_backward
+from titan_relay.moe import ring_of_experts as experts_forward
+from titan_relay.moe import ring_of_tokens as tokens_backward
+from titan_relay.moe import ring_of_tokens as tokens_forward
 
 SECONDS_PER_ROW = 1.0
 LATENCY_S = 0.5

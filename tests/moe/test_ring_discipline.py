@@ -45,7 +45,7 @@ def test_unequal_tokens_under_late_delivery(circulate):
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_each_hop_holds_the_weights_of_the_expected_owner(num_ranks, monkeypatch):
     """Weights stamped with their owner: a stale or swapped buffer shows its stamp."""
-    from titan_relay.moe import experts_forward
+    from titan_relay.moe import ring_of_experts as experts_forward
 
     class Stamped(MoeCase):
         def weights(self):

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.ops import reference
 from titan_relay import ops
-from titan_relay.memory import LiveBytes
+from titan_relay.measure import LiveBytes
 from titan_relay.ops import attention as attention_module
 from titan_relay.ops import row_chunks
 

@@ -142,7 +142,7 @@ def trainer_of(folder: Path, run: Run, file: Path | None = None) -> Any:
     """
     import torch.distributed as dist
 
-    from titan_relay.titan.build import build_trainer_config
+    from titan_relay.titan.train.build import build_trainer_config
 
     loaded = _load(folder, run, file)
     validate(loaded.config, dist.get_world_size(), loaded.sources)

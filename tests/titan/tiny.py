@@ -10,10 +10,10 @@ from torch import nn
 
 import titan_relay.titan  # noqa: F401  (adapts torchtitan before it is imported)
 from titan_relay.config.schema import ModelConfig, MoEConfig
-from titan_relay.titan.attention import prepare_cpu_batch
-from titan_relay.titan.balance_hook import moe_layers
-from titan_relay.titan.experts import native_dtype_experts
-from titan_relay.titan.families import build_model_config
+from titan_relay.titan.model.attention import prepare_cpu_batch
+from titan_relay.titan.model.balance_hook import moe_layers
+from titan_relay.titan.model.experts import native_dtype_experts
+from titan_relay.titan.model.families import build_model_config
 
 TINY_MOE = MoEConfig(num_experts=6, top_k=2, expert_dim=24, score_func="softmax", route_norm=True)
 TINY = ModelConfig(

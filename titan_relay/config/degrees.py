@@ -5,6 +5,11 @@ from dataclasses import dataclass
 
 from titan_relay.config.schema import RunConfig
 
+# A logit's copies at the peak: the product, float32, its log-softmax, and the gradients of the
+# latter two.
+_BYTES_PER_LOGIT = 20
+_MIB = 2**20
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -57,6 +62,13 @@ def degrees_of(config: RunConfig, world_size: int) -> Degrees:
     )
 
 
+def global_batch_size(config: RunConfig, world_size: int) -> int:
+    """Sequences per optimizer step over all ranks."""
+    if config.training.global_batch_size > 0:
+        return config.training.global_batch_size
+    return config.training.local_batch_size * degrees_of(config, world_size).batch
+
+
 def microbatch_tokens(config: RunConfig, degrees: Degrees) -> int:
     """Tokens of one microbatch that a rank's MoE layers see.
 
@@ -67,6 +79,25 @@ def microbatch_tokens(config: RunConfig, degrees: Degrees) -> int:
         rows = config.parallelism.pipeline_parallel_microbatch_size
     parts = degrees.cp * (degrees.tp if degrees.ep > 1 else 1)
     return rows * config.training.seq_len // parts
+
+
+def loss_chunks(config: RunConfig, degrees: Degrees) -> int:
+    """`loss.num_chunks`, with "auto" filled in: the fewest whose logits fit loss.max_chunk_mib.
+
+    Never more than a rank's tokens of a sequence, and always a divisor of these.
+    """
+    if config.loss.num_chunks != "auto":
+        return config.loss.num_chunks
+    rows = (
+        config.parallelism.pipeline_parallel_microbatch_size
+        if degrees.pp > 1
+        else config.training.local_batch_size
+    )
+    local_len = config.training.seq_len // degrees.cp
+    chunk_bytes = rows * local_len * config.model.vocab_size // degrees.tp * _BYTES_PER_LOGIT
+    limit_bytes = config.loss.max_chunk_mib * _MIB
+    fitting = (each for each in divisors(local_len) if chunk_bytes / each <= limit_bytes)
+    return next(fitting, local_len)
 
 
 def sequence_multiple(config: RunConfig, degrees: Degrees) -> tuple[int, str]:

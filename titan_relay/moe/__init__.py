@@ -4,9 +4,8 @@ Needs torch and ``relay_kernels`` only, so that any framework can use it.
 """
 
 from relay_kernels import KernelChoiceError, SwiGLU, uses_triton
-from titan_relay.moe.checkpointing import relay_checkpoint
 from titan_relay.moe.errors import NonFiniteError, RelayUsageError, RingError, RingMisuseError
-from titan_relay.moe.feed_forward import feed_forward
+from titan_relay.moe.fake import shadow_device
 from titan_relay.moe.function import ExpertBiases, relay_moe, relay_ops
 from titan_relay.moe.memory import (
     WorkingMemory,
@@ -16,7 +15,6 @@ from titan_relay.moe.memory import (
 )
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.ring import Ring, relay_ring, set_ring_timeout
-from titan_relay.moe.shadow import shadow_device
 from titan_relay.moe.shapes import LayerShape
 from titan_relay.moe.telemetry import RingCounts, RingTelemetry
 from titan_relay.moe.traffic import Traffic, backward_traffic, circulations, forward_traffic
@@ -40,10 +38,8 @@ __all__ = [
     "backward_memory",
     "backward_traffic",
     "circulations",
-    "feed_forward",
     "forward_memory",
     "forward_traffic",
-    "relay_checkpoint",
     "relay_moe",
     "relay_ops",
     "relay_ring",

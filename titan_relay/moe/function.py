@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 from relay_kernels import SwiGLU
 from titan_relay.moe import op  # registers the ops
-from titan_relay.moe.agreement import announce_refusal
 from titan_relay.moe.call import find_ring
-from titan_relay.moe.checkpointing import note_relay_output
+from titan_relay.moe.cross_rank_checks import announce_refusal
 from titan_relay.moe.errors import RelayUsageError
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.shapes import token_slices
+from titan_relay.recompute.relay_checkpoint import note_relay_output
 
 
 class ExpertBiases(NamedTuple):

@@ -7,16 +7,12 @@ ring.
 import torch
 
 from relay_kernels import ExpertWeights, Gradients
-from titan_relay.moe.agreement import agree, gather_counts
 from titan_relay.moe.call import RelayCall, Wants
-from titan_relay.moe.experts_backward import experts_backward
-from titan_relay.moe.experts_forward import experts_forward
-from titan_relay.moe.faults import find_fault
+from titan_relay.moe.cross_rank_checks import agree, find_fault, gather_counts
+from titan_relay.moe.ring_of_experts import experts_backward, experts_forward
+from titan_relay.moe.ring_of_tokens import TokenRouting, tokens_backward, tokens_forward
 from titan_relay.moe.routing import RoutingPlan
 from titan_relay.moe.shapes import token_slices
-from titan_relay.moe.tokens_backward import tokens_backward
-from titan_relay.moe.tokens_forward import tokens_forward
-from titan_relay.moe.tokens_ring import TokenRouting
 from titan_relay.moe.traffic import Traffic, backward_traffic, forward_traffic
 
 

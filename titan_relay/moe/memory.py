@@ -41,12 +41,12 @@ from dataclasses import dataclass
 import torch
 
 from relay_kernels import backward_workspace_bytes, forward_workspace_bytes
-from titan_relay.moe.experts_ring import num_weight_buffers
 from titan_relay.moe.homeward_chain import num_chain_buffers, num_own_buffers
 from titan_relay.moe.options import RelayOptions
+from titan_relay.moe.ring_of_experts import num_weight_buffers
+from titan_relay.moe.ring_of_tokens import num_block_buffers
 from titan_relay.moe.routing import TokenSlices
 from titan_relay.moe.shapes import LayerShape, expert_slices, step_shape, token_slices
-from titan_relay.moe.tokens_ring import num_block_buffers
 from titan_relay.moe.traffic import Circulation, backward_traffic, circulations, forward_traffic
 
 _SORTING_BYTES_PER_ROW = 20  # int32 keys, sorted keys, int64 order, int32 order

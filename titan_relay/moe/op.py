@@ -16,12 +16,12 @@ import torch
 
 from relay_kernels import ExpertWeights, KernelChoiceError, SwiGLU, uses_triton
 from titan_relay.moe.call import RelayCall, Wants, find_ring, layer_shape
-from titan_relay.moe.checkpointing import value_is_needed
 from titan_relay.moe.errors import RelayUsageError
+from titan_relay.moe.fake import shadow_backward, shadow_forward, shadow_route
 from titan_relay.moe.layer import layer_backward, layer_forward
 from titan_relay.moe.options import options_from_spec
 from titan_relay.moe.routing import TokenSlices, sort_rows
-from titan_relay.moe.shadow import shadow_backward, shadow_forward, shadow_route
+from titan_relay.recompute.relay_checkpoint import value_is_needed
 
 NUM_GRADIENTS = 8  # x, scores, w1, w2, w3, b1, b2, b3
 _SECOND_ORDER = (

@@ -1,9 +1,11 @@
-"""Messages between neighbours of a ring: queue, commit, wait.
+"""Messages between neighbours of a ring (queue, commit, wait), and its host-side channel.
 
 One exchange is queued (``send``, ``receive``), started (``commit``) before the compute that hides
 it, and finished (``wait``) after it. Every rank issues the same sequence of exchanges with the same
 sizes; nothing depends on tags, because some backends ignore them. The order is guarded here rather
 than trusted: a broken ring shows as an error, not as a wrong number or a hang.
+
+Over the host-side channel (``Control``) every rank shows a few numbers per call to every other.
 """
 
 import itertools
@@ -195,3 +197,35 @@ def _check_distinct(
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.data_ptr() if tensor.numel() else 0
     return start, start + tensor.nbytes
+
+
+class Control(Protocol):
+    """All-gather of equally many integers from each rank, without touching a device."""
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """Everybody's ``numbers`` by rank. Raises RuntimeError if a rank does not come."""
+        ...
+
+
+class ProcessGroupControl:
+    """Over a gloo group of its own, so that it never waits for a device or mixes with messages."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait this long for the other ranks from now on."""
+        _set_pg_timeout(timeout, self._group)
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        every = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(every, mine, group=self._group)
+        return [row.tolist() for row in every]
+
+
+class NoControl:
+    """Of a group with the fake backend, whose other ranks do not exist."""
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        raise RuntimeError("the group has the fake backend; run the layer on fake tensors")

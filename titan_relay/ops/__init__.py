@@ -6,8 +6,16 @@ torch, on any device, and know nothing of the rest of the project.
 """
 
 from titan_relay.ops.attention import DocumentMask, document_attention
+from titan_relay.ops.feed_forward import feed_forward
 from titan_relay.ops.float32_linear import float32_linear
 from titan_relay.ops.rms_norm import rms_norm
 from titan_relay.ops.rope import rope
 
-__all__ = ["DocumentMask", "document_attention", "float32_linear", "rms_norm", "rope"]
+__all__ = [
+    "DocumentMask",
+    "document_attention",
+    "feed_forward",
+    "float32_linear",
+    "rms_norm",
+    "rope",
+]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -13,19 +15,22 @@ import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
 from titan_relay.config import ConfigError, RunConfig, Sources, to_toml
+from titan_relay.config.degrees import global_batch_size
 from titan_relay.data import DataError
 from titan_relay.moe import RingError
-from titan_relay.titan.balance_hook import NonFiniteRouterError
-from titan_relay.titan.build import build_trainer_config, global_batch_size
-from titan_relay.titan.check_checkpoint import check_export, check_initial_weights
-from titan_relay.titan.check_device import check_device
-from titan_relay.titan.check_tokenizer import check_tokenizer
-from titan_relay.titan.failures import broken_message, broken_operation
-from titan_relay.titan.metrics_folder import FolderError, FolderLock
+from titan_relay.titan.metrics.folder_lock import FolderError, FolderLock
+from titan_relay.titan.model.balance_hook import NonFiniteRouterError
 from titan_relay.titan.plan.watch import PlanWatch
-from titan_relay.titan.resume import check_checkpoint, check_dump_folder, find_checkpoint
-from titan_relay.titan.summary import log_summary
-from titan_relay.titan.trainer import RelayTrainer
+from titan_relay.titan.preflight.device import check_device
+from titan_relay.titan.preflight.model_files import (
+    check_export,
+    check_initial_weights,
+    check_tokenizer,
+)
+from titan_relay.titan.preflight.resume import check_checkpoint, check_dump_folder, find_checkpoint
+from titan_relay.titan.preflight.summary import log_summary
+from titan_relay.titan.train.build import build_trainer_config
+from titan_relay.titan.train.trainer import RelayTrainer
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
@@ -145,7 +150,7 @@ _NOISE = (
     "[GC]",
 )
 _KNOWN_WARNINGS = (
-    "DTensor manual_seed",  # weights come from titan_relay.titan.init
+    "DTensor manual_seed",  # weights come from titan_relay.titan.model.init
     ".*is not supported on .* device mesh",
     "Detected call of `lr_scheduler.step",  # torchtitan restores schedulers this way
     ".*all_gather_into_tensor.* is deprecated",
@@ -164,3 +169,31 @@ def _set_threads(config: RunConfig) -> None:
     if not num_threads and local_ranks == 1 and "OMP_NUM_THREADS" in os.environ:
         return  # the user has said; torchrun sets it to 1 by itself for several ranks
     torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // local_ranks))
+
+
+# Files of torch whose functions are the operations that ranks do together.
+_COLLECTIVE_FILES = ("distributed_c10d.py", "_functional_collectives.py")
+_HELPERS = ("wrapper", "_exception_logger", "_time_logger", "inner")
+_BACKEND_WORDS = re.compile(r"gloo|nccl|ProcessGroup|Connection (closed|reset)|Timed out", re.I)
+
+
+def broken_operation(error: BaseException) -> str | None:
+    """The operation between ranks that `error` interrupted; None if it was no such error."""
+    if not _BACKEND_WORDS.search(str(error)):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    names = [
+        frame.name
+        for frame in frames
+        if frame.filename.endswith(_COLLECTIVE_FILES) and frame.name not in _HELPERS
+    ]
+    return names[-1] if names else "an operation between ranks"
+
+
+def broken_message(rank: int, step: int, operation: str, error: BaseException) -> str:
+    """One line for the user of this rank."""
+    reason = str(error).split("\n")[0].split(" This is typically")[0]
+    return (
+        f"rank {rank}: step {step}: {operation} did not finish: {reason}; another rank has died "
+        "or stalled: see what it said, then start again to go on from the last checkpoint"
+    )

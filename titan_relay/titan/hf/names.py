@@ -13,8 +13,8 @@ import torch
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.families import FAMILIES, build_model_config
 from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.model.families import FAMILIES, build_model_config
 
 _HEAD, _EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.context_parallel import cp_shard
 
 from titan_relay.ops import DocumentMask
-from titan_relay.titan import trainer
+from titan_relay.titan.train import trainer
 
 
 @contextmanager

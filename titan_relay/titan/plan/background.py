@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 
 from titan_relay.config import RunConfig
-from titan_relay.memory.devices import Device
+from titan_relay.measure.devices import Device
 
 _LOWEST_PRIORITY = 19
 _ERROR_LENGTH = 300

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_relay.config import ConfigError, RunConfig, degrees_of, validate
-from titan_relay.config.loss_chunks import loss_chunks
-from titan_relay.memory.devices import Device
-from titan_relay.memory.units import in_words
-from titan_relay.titan.build import global_batch_size
+from titan_relay.config.degrees import global_batch_size, loss_chunks
+from titan_relay.measure.devices import Device
+from titan_relay.measure.units import in_words
 from titan_relay.titan.plan.extrapolate import peak_of
 from titan_relay.titan.plan.plan import usable_bytes
 

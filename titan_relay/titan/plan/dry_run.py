@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from titan_relay.config import RunConfig, degrees_of
-from titan_relay.memory.devices import Device
-from titan_relay.memory.step_memory import StepMemory
-from titan_relay.titan.build import build_trainer_config, global_batch_size
+from titan_relay.config.degrees import global_batch_size
+from titan_relay.measure.devices import Device
+from titan_relay.measure.step_memory import StepMemory
+from titan_relay.titan.plan.alltoall import Routing
 from titan_relay.titan.plan.fake_ranks import fake_ranks
-from titan_relay.titan.plan.quiet import quiet
 from titan_relay.titan.plan.recorder import record_step
-from titan_relay.titan.plan.routing import Routing
-from titan_relay.titan.plan.stand_ins import without_files
+from titan_relay.titan.plan.synthetic import quiet, without_files
+from titan_relay.titan.train.build import build_trainer_config
 
 _MOST_MICROBATCHES = 2
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from titan_relay.config import RunConfig
-from titan_relay.memory.devices import Device
-from titan_relay.memory.step_memory import CATEGORIES
+from titan_relay.measure.devices import Device
+from titan_relay.measure.step_memory import CATEGORIES
 from titan_relay.titan.plan.dry_run import dry_run
 
 _BACK = 1  # blocks at the end that prefetching treats differently from those between

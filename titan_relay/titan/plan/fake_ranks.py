@@ -21,12 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as distributed_utils
 
-from titan_relay.memory.devices import Device
+from titan_relay.measure.devices import Device
 from titan_relay.moe import shadow_device
-from titan_relay.titan import balance_hook, experts, init
+from titan_relay.titan.model import balance_hook, experts, init
+from titan_relay.titan.plan.alltoall import Routing, rows_per_expert
 from titan_relay.titan.plan.attention import flash_attention
 from titan_relay.titan.plan.loss import few_chunks
-from titan_relay.titan.plan.routing import Routing, rows_per_expert
 
 
 @contextmanager

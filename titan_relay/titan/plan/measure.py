@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from titan_relay.config import RunConfig
-from titan_relay.memory.step_memory import StepMemory
-from titan_relay.titan.build import build_trainer_config
+from titan_relay.measure.step_memory import StepMemory
 from titan_relay.titan.plan.changes import with_settings
-from titan_relay.titan.plan.quiet import quiet
 from titan_relay.titan.plan.recorder import record_step
-from titan_relay.titan.plan.stand_ins import without_files
-from titan_relay.titan.trainer import RelayTrainer
+from titan_relay.titan.plan.synthetic import quiet, without_files
+from titan_relay.titan.train.build import build_trainer_config
+from titan_relay.titan.train.trainer import RelayTrainer
 
 
 @contextmanager

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from titan_relay.memory import LiveBytes
-from titan_relay.memory.step_memory import PARAMETERS, Mark, Owners, StepMemory, step_memory
-from titan_relay.titan.trainer import RelayTrainer
+from titan_relay.measure import LiveBytes
+from titan_relay.measure.step_memory import PARAMETERS, Mark, Owners, StepMemory, step_memory
+from titan_relay.titan.train.trainer import RelayTrainer
 
 _BLOCK_PART = re.compile(r"layers\.(\d+)(?:\.(\w+))?$")
 _PARTS = {

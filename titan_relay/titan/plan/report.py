@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_relay.config import degrees_of
-from titan_relay.memory.pricing import RoutedLayer
-from titan_relay.memory.step_memory import CATEGORIES
-from titan_relay.memory.units import in_words, unit_for
+from titan_relay.measure.step_memory import CATEGORIES
+from titan_relay.measure.units import in_words, unit_for
+from titan_relay.titan.plan.alltoall import RoutedLayer
 from titan_relay.titan.plan.changes import Change
 from titan_relay.titan.plan.plan import RESERVED_SHARE, Plan
-from titan_relay.titan.relay_plan import microbatch_tokens
+from titan_relay.titan.train.relay_setup import microbatch_tokens
 
 _MIB = 2**20
 # Parts whose working memory is worth a line, in the order of a step.

@@ -7,8 +7,8 @@ from dataclasses import replace
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_relay.config import RunConfig, degrees_of
-from titan_relay.memory.step_memory import StepMemory
-from titan_relay.titan.retention_plan import block_input_bytes, microbatch_of
+from titan_relay.measure.step_memory import StepMemory
+from titan_relay.titan.recompute.cost import block_input_bytes, microbatch_of
 
 _GIB = 2**30
 

@@ -1,14 +1,16 @@
-"""The plan of a run under way: logged when it is ready, and held against what is measured."""
+"""A run's plan: printed instead of the run, or logged beside it and held against measurements."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig
-from titan_relay.memory.devices import CPU, Device
-from titan_relay.titan import cpu
-from titan_relay.titan.metrics import RelayMetricsProcessor
+from titan_relay.measure.devices import CPU, Device
+from titan_relay.titan.device import on_cpu
+from titan_relay.titan.metrics.processor import RelayMetricsProcessor
 from titan_relay.titan.plan.background import BackgroundPlan, PlanError, Planned, Request
 
 _TOLERANCE = 0.05
@@ -17,7 +19,7 @@ _MIB = 2**20
 
 def this_device() -> Device:
     """The device that this process trains on."""
-    if cpu.on_cpu():
+    if on_cpu():
         return Device(CPU, None)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Device(properties.name, properties.total_memory)
@@ -95,3 +97,22 @@ class PlanWatch:
             why = " The router was not balanced, or" if self._alltoall else ""
             logger.warning(f"{line}.{why} the plan does not see all of this run.")
         return [line]
+
+
+EXIT_DOES_NOT_FIT = 1
+
+
+def print_plan(run: RunConfig, world_size: int) -> int:
+    """Print the plan of rank 0; returns the exit code, 1 if the run does not fit."""
+    request = Request(run, world_size, 0, this_device(), changes=True)
+    plan = BackgroundPlan(request, low_priority=False)
+    print(f"One step of {run.model.num_layers} layers on fake tensors ...", file=sys.stderr)
+    try:
+        planned = plan.wait()
+        print("\n".join(planned.lines))
+        return EXIT_DOES_NOT_FIT if planned.fits is False else 0
+    except PlanError as error:
+        print(f"error: no plan: {error}", file=sys.stderr)
+        return 1
+    finally:
+        plan.close()

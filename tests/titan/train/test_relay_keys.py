@@ -1,0 +1,94 @@
+"""Keys of `[relay]`: from the file to the layers' options."""
+
+import logging
+
+import pytest
+import torch
+
+from titan_relay.config import ConfigError, load_config
+from titan_relay.titan.preflight.device import check_device
+from titan_relay.titan.preflight.summary import summary_lines
+from titan_relay.titan.train.relay_setup import (
+    relay_options,
+    relay_plan,
+    unused_keys,
+    warm_up_kernels,
+)
+
+
+def load(*arguments):
+    return load_config(["--config", "train_configs/demo.toml", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kernels", "deterministic"),
+    [
+        ([], "auto", False),
+        (["--relay.kernels", "torch", "--relay.deterministic", "true"], "torch", True),
+        (["--debug.deterministic", "true"], "auto", True),
+    ],
+)
+def test_keys_become_options(arguments, kernels, deterministic):
+    options = relay_options(load(*arguments).config)
+    assert (options.kernels, options.deterministic) == (kernels, deterministic)
+
+
+def test_a_limit_to_imbalance_reaches_the_layers_and_the_plan():
+    # Wide experts and few tokens, so that tokens circulate.
+    few = ["--training.seq_len", "64", "--relay.circulate", "auto"]
+    run = load(*few, "--relay.max_imbalance", "1.25").config
+    assert relay_options(run).max_imbalance == 1.25
+    plan = relay_plan(run, 4, for_cpu=True)
+    assert plan is not None
+    assert plan.forward.circulate == "tokens"
+    assert plan.may_turn(plan.forward)
+    words = "tokens circulate (experts, where the routing would let a rank compute more than 1.25 "
+    assert words in plan.lines()[0]
+    without = relay_plan(load(*few).config, 4, for_cpu=True)
+    assert without is not None
+    assert not without.may_turn(without.forward)
+    assert "(experts" not in without.lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unused"),
+    [
+        ([], []),
+        (
+            ["--relay.dispatcher", "alltoall", "--relay.num_slices", "3"],
+            ["relay.circulate", "relay.num_slices"],
+        ),
+        (["--parallelism.expert_parallel_degree", "1"], ["relay.circulate"]),
+    ],
+)
+def test_keys_without_effect_are_said_at_the_start(arguments, unused):
+    run = load(*arguments).config
+    assert unused_keys(run, 4) == unused
+    said = [line for line in summary_lines(run, 4) if line.startswith("Without effect here (")]
+    assert len(said) == bool(unused)
+    assert all(key in said[0] for key in unused)
+
+
+def test_triton_on_cpu_is_refused_in_one_line(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("titan_relay.titan.preflight.device.on_cpu", lambda: True)
+    loaded = load("--relay.kernels", "triton")
+    with pytest.raises(ConfigError) as refused:
+        check_device(loaded.config, loaded.sources)
+    assert str(refused.value) == (
+        'command line: --relay.kernels = "triton": cannot be used: the tensors are on cpu, and it '
+        'runs on CUDA devices; use kernels = "auto" or "torch"'
+    )
+
+
+def test_kernels_are_compiled_before_the_first_step(caplog):
+    # The interpreter stands for the compiler; the smallest layer that has tiles.
+    sizes = {"dim": 16, "moe.expert_dim": 16, "moe.num_experts": 2, "moe.top_k": 1}
+    arguments = [f"--model.{key}={value}" for key, value in sizes.items()]
+    arguments += ["--parallelism.expert_parallel_degree=1"]
+    for kernels, messages in (("torch", 0), ("triton", 1)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            run = load(*arguments, "--relay.kernels", kernels).config
+            warm_up_kernels(run, 1, torch.device("cpu"))
+        assert caplog.text.count("Relay kernels: ready before the first step") == messages

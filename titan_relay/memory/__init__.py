@@ -1,6 +1,0 @@
-"""Memory: measuring live tensor bytes. Needs torch only."""
-
-from titan_relay.memory.ledger import Event, Label, Peak, Window
-from titan_relay.memory.live_bytes import LiveBytes
-
-__all__ = ["Event", "Label", "LiveBytes", "Peak", "Window"]

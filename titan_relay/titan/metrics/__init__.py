@@ -1,0 +1,1 @@
+"""What a run reports: the console's line, curves, memory and speed."""

@@ -1,0 +1,68 @@
+"""Curves of what this project adds to a step: balancing losses, expert load, the ring."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from titan_relay.moe import RingCounts, RingTelemetry, relay_ring
+from titan_relay.titan.metrics.load import load_curves
+from titan_relay.titan.model.balance_hook import BalanceStep, moe_layers
+from titan_relay.titan.model.experts import RelayRoutedExperts
+
+
+class StepCurves:
+    """Sources for the metrics processor; the trainer counts the steps between two reports.
+
+    `relay` must be asked before `relay_wait`: it starts a new interval of the ring's counts.
+    """
+
+    def __init__(self, balance: BalanceStep, model_parts: list[nn.Module]) -> None:
+        self._balance = balance
+        self._telemetries = _ring_telemetries(model_parts)
+        self._counts = RingCounts()
+        self._num_steps = 0
+        self.num_steps = 0
+
+    def balance(self) -> dict[str, float]:
+        """Balancing losses (means over layers, before their coefficients) and loads; all ranks."""
+        stats = self._balance.stats
+        if stats is None:
+            return {}
+        return {
+            "moe/aux_loss": float(stats.aux_loss_L.mean()),
+            "moe/z_loss": float(stats.z_loss_L.mean()),
+            **load_curves(stats.tokens_LE, stats.layer_ids),
+        }
+
+    def relay(self) -> dict[str, float]:
+        """Bytes and messages that this rank sent on its rings per optimizer step, and in which
+        share of its calls experts went round."""
+        self._counts = sum(
+            (counts for t in self._telemetries for counts in t.take().values()), RingCounts()
+        )
+        self._num_steps, self.num_steps = max(1, self.num_steps), 0
+        if not self._telemetries:
+            return {}
+        return {
+            "relay/bytes_sent": self._counts.sent_bytes / self._num_steps,
+            "relay/messages": self._counts.num_messages / self._num_steps,
+            "relay/experts_circulated": self._counts.num_experts_calls
+            / max(1, self._counts.num_calls),
+        }
+
+    def relay_wait(self) -> dict[str, float]:
+        """Seconds per optimizer step in which this rank waited for its rings."""
+        if not self._telemetries:
+            return {}
+        return {"relay/wait_seconds": self._counts.wait_seconds / self._num_steps}
+
+
+def _ring_telemetries(model_parts: list[nn.Module]) -> list[RingTelemetry]:
+    """One per ring; all layers of a pipeline stage share theirs."""
+    groups = {
+        moe.routed_experts.group
+        for _, moe in moe_layers(model_parts)
+        if isinstance(moe.routed_experts, RelayRoutedExperts)
+        and moe.routed_experts.group is not None
+    }
+    return [relay_ring(group).telemetry for group in groups]

@@ -1,0 +1,38 @@
+"""Metrics that every rank has its own value of: gathered together, in one collective a kind.
+
+Every function here is collective: all ranks call it, at the same point, with the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from titan_relay.titan.device import on_cpu
+
+Reduction = Literal["max", "sum", "mean"]
+
+
+def over_ranks(values: Mapping[str, float], reduction: Reduction) -> dict[str, float]:
+    """Reduce each value over all ranks; without a process group the values as they are."""
+    if not values or not dist.is_initialized():
+        return dict(values)
+    keys = sorted(values)
+    device = "cpu" if on_cpu() else torch.accelerator.current_accelerator()
+    table = torch.tensor([values[key] for key in keys], dtype=torch.float64, device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
+    if reduction == "mean":
+        table /= dist.get_world_size()
+    return dict(zip(keys, table.tolist(), strict=True))
+
+
+def first_error(message: str | None) -> str | None:
+    """The message of the lowest rank that has one, on every rank, so that all stop alike."""
+    if not dist.is_initialized():
+        return message
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    return next((text for text in messages if text is not None), None)

@@ -1,0 +1,31 @@
+"""Mixtral (arXiv:2401.04088): GQA without biases or QK-norm, the best experts' scores renormalised.
+
+A softmax over the logits of the top k, as the paper writes it, is the softmax over all experts
+divided by the sum of the top k's: `score_func = "softmax"` with `route_norm = true`.
+"""
+
+from __future__ import annotations
+
+from titan_relay.config.schema import ModelConfig
+from titan_relay.titan.model.families import adapter, parts
+from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
+
+
+class Adapter(adapter.Adapter):
+    """Experts under `block_sparse_moe`, their matrices numbered."""
+
+    spelling = adapter.BLOCK_SPARSE
+
+
+def build(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDecoder.Config:
+    """The whole model's config from the numbers of `[model]`."""
+    return parts.decoder(model, seed=seed, layer=lambda: _block(model, cpu=cpu))
+
+
+def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
+    return RelayBlock.Config(
+        attention_norm=parts.rms_norm(model.dim, model.norm_eps),
+        attention=parts.gqa(model, cpu=cpu),
+        ffn_norm=parts.rms_norm(model.dim, model.norm_eps),
+        moe=parts.moe(model),
+    )

@@ -1,0 +1,36 @@
+"""Qwen2 MoE (arXiv:2407.10671): GQA with biases on q, k and v, softmax top-k routing without
+renormalisation, and one shared expert behind a sigmoid gate.
+"""
+
+from __future__ import annotations
+
+from titan_relay.config.schema import ModelConfig
+from titan_relay.titan.model.families import adapter, parts
+from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
+
+
+class Adapter(adapter.Adapter):
+    """Qwen3's names, and those of biases and of the shared expert."""
+
+    names = adapter.QKV_BIASES | adapter.layer_names(
+        {
+            "mlp.shared_expert.gate_proj.weight": "moe.shared_experts.w1.weight",
+            "mlp.shared_expert.up_proj.weight": "moe.shared_experts.w3.weight",
+            "mlp.shared_expert.down_proj.weight": "moe.shared_experts.w2.weight",
+            "mlp.shared_expert_gate.weight": "moe.shared_experts.gate.weight",
+        }
+    )
+
+
+def build(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDecoder.Config:
+    """The whole model's config from the numbers of `[model]`."""
+    return parts.decoder(model, seed=seed, layer=lambda: _block(model, cpu=cpu))
+
+
+def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
+    return RelayBlock.Config(
+        attention_norm=parts.rms_norm(model.dim, model.norm_eps),
+        attention=parts.gqa(model, cpu=cpu, qkv_bias=True),
+        ffn_norm=parts.rms_norm(model.dim, model.norm_eps),
+        moe=parts.moe(model, shared_experts=parts.gated_feed_forward(model)),
+    )

@@ -1,0 +1,28 @@
+"""Qwen3 MoE (arXiv:2505.09388): GQA with per-head QK-norm, softmax top-k routing, no shared expert.
+
+Built from torchtitan's blocks with its parameter names, so its Hugging Face adapter applies.
+"""
+
+from __future__ import annotations
+
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+from titan_relay.config.schema import ModelConfig
+from titan_relay.titan.model.families import parts
+from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
+
+Adapter = Qwen3StateDictAdapter
+
+
+def build(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDecoder.Config:
+    """The whole model's config from the numbers of `[model]`."""
+    return parts.decoder(model, seed=seed, layer=lambda: _block(model, cpu=cpu))
+
+
+def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
+    return RelayBlock.Config(
+        attention_norm=parts.rms_norm(model.dim, model.norm_eps),
+        attention=parts.gqa(model, cpu=cpu, qk_norm=True),
+        ffn_norm=parts.rms_norm(model.dim, model.norm_eps),
+        moe=parts.moe(model),
+    )

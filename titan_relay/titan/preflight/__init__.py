@@ -1,0 +1,1 @@
+"""What is found out before anything is built: device, weights, tokenizer, checkpoints."""

@@ -1,0 +1,1 @@
+"""What torchtitan's blocks keep for backward, and the choice of it."""

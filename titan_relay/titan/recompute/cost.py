@@ -1,0 +1,131 @@
+"""What a layer's levels cost and save in this run, and a plan in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torchtitan.tools.logging import logger
+
+from titan_relay.config import RunConfig
+from titan_relay.config.degrees import Degrees
+from titan_relay.recompute.levels import LayerCost, RetentionPlan
+from titan_relay.titan.recompute.block_levels import AttentionShape
+
+_MIB, _GIB = 2**20, 2**30
+_LSE_BYTES = 4  # the log-sum-exp is float32
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one microbatch is to a layer of this rank."""
+
+    num_rows: int
+    seq_len: int
+    cp: int
+    tp: int
+    itemsize: int
+    num_alive: int  # microbatches between their forward and backward at most
+
+    @property
+    def num_tokens(self) -> int:
+        """Queries of this rank."""
+        return self.num_rows * self.seq_len // self.cp
+
+
+def microbatch_of(run: RunConfig, degrees: Degrees, itemsize: int) -> Microbatch:
+    """The microbatches of a run whose layers compute with elements of `itemsize` bytes."""
+    local, rows, num_alive = run.training.local_batch_size, run.training.local_batch_size, 1
+    if degrees.pp > 1:
+        rows = run.parallelism.pipeline_parallel_microbatch_size
+        num_alive = local // rows
+        if run.parallelism.pipeline_parallel_schedule == "1F1B":
+            # The first stage has one in flight for every stage; the others have fewer.
+            num_alive = min(num_alive, degrees.pp)
+    return Microbatch(
+        num_rows=rows,
+        seq_len=run.training.seq_len,
+        cp=degrees.cp,
+        tp=degrees.tp,
+        itemsize=itemsize,
+        num_alive=num_alive,
+    )
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Measured time of one layer's attention kernel and projections, for one microbatch."""
+
+    kernel: float
+    projections: float
+
+
+def layer_costs(
+    shapes: Mapping[int, AttentionShape], microbatch: Microbatch, measured: Seconds | None = None
+) -> list[LayerCost]:
+    """Bytes and time of every layer's levels.
+
+    Without a measurement time is multiply-adds, at one rate for all, which orders the levels.
+    """
+    m = microbatch
+    costs = [
+        LayerCost(
+            layer=layer,
+            output_bytes=m.num_tokens
+            * (shape.out_features * m.itemsize + shape.num_heads * _LSE_BYTES)
+            // m.tp,
+            # Scores and their product with the values, half of each masked.
+            output_seconds=m.num_tokens * m.seq_len * shape.out_features / m.tp,
+            full_bytes=m.num_tokens * shape.projected_features * m.itemsize // m.tp,
+            full_seconds=m.num_tokens * shape.projection_weights / m.tp,
+        )
+        for layer, shape in sorted(shapes.items())
+    ]
+    if measured is None:
+        return costs
+    return [
+        replace(cost, output_seconds=measured.kernel, full_seconds=measured.projections)
+        for cost in costs
+    ]
+
+
+def log_block_inputs(run: RunConfig, microbatch: Microbatch, num_layers: int) -> None:
+    """Say how many of this rank's block inputs have room on the host."""
+    if run.attention_retention.host_budget_gib is None:
+        return
+    unit_bytes = block_input_bytes(run, microbatch)
+    wanted = num_layers * microbatch.num_alive
+    fitting = min(wanted, int(run.attention_retention.host_budget_gib * _GIB / unit_bytes))
+    logger.info(
+        f"Block inputs in host memory: {fitting} of {wanted}, {fitting * unit_bytes / _MIB:.2f} MiB"
+    )
+
+
+def block_input_bytes(run: RunConfig, microbatch: Microbatch) -> int:
+    """One block's input, of one microbatch on this rank."""
+    tp = microbatch.tp if run.parallelism.enable_sequence_parallel else 1
+    return microbatch.num_tokens // tp * run.model.dim * microbatch.itemsize
+
+
+def log_plan(plan: RetentionPlan) -> None:
+    """Say what is kept, in a form that can be given as `attention_retention.layers`."""
+    counts = ", ".join(
+        f"{plan.count(level)} {level}"
+        for level in ("recompute", "output", "full")
+        if plan.count(level)
+    )
+    logger.info(f"Attention kept for backward: {plan.num_bytes / _MIB:.2f} MiB; layers: {counts}")
+    if len(set(plan.levels.values())) > 1:
+        listed = ", ".join(f'"{level}"' for _, level in sorted(plan.levels.items()))
+        logger.info(f"The same again: attention_retention.layers = [{listed}]")
+
+
+def plan_curves(plan: RetentionPlan) -> dict[str, float]:
+    """The plan as numbers for TensorBoard."""
+    return {
+        "retention/plan/bytes": float(plan.num_bytes),
+        **{
+            f"retention/plan/layers_{level}": float(plan.count(level))
+            for level in ("recompute", "output", "full")
+        },
+    }

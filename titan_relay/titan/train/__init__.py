@@ -1,0 +1,1 @@
+"""Training: from a configuration to torchtitan's trainer, parallelisms, data and checkpoints."""

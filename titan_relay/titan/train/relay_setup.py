@@ -1,0 +1,150 @@
+"""What the relay of a run will do, known before it starts (which ring, how many bytes, how much
+memory), and its kernels compiled before step 1, so that no step waits for a compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torchtitan.tools.logging import logger
+
+from titan_relay.config import RunConfig, degrees_of
+from titan_relay.config.degrees import microbatch_tokens
+from titan_relay.config.schema_model import RelayConfig
+from titan_relay.moe import (
+    LayerShape,
+    RelayOptions,
+    Traffic,
+    WorkingMemory,
+    backward_memory,
+    backward_traffic,
+    circulations,
+    forward_memory,
+    forward_traffic,
+    warm_up,
+)
+from titan_relay.titan.device import on_cpu
+
+_MIB = 2**20
+
+
+def relay_options(run: RunConfig) -> RelayOptions:
+    """The options of `[relay]`."""
+    return RelayOptions(
+        circulate=run.relay.circulate,
+        max_imbalance=run.relay.max_imbalance,
+        num_slices=run.relay.num_slices,
+        max_rows_per_step=run.relay.max_rows_per_step,
+        max_tokens_per_rank=run.relay.max_tokens_per_rank,
+        grad_dtype=run.relay.grad_dtype,
+        kernels=run.relay.kernels,
+        deterministic=run.relay.deterministic or run.debug.deterministic,
+        check_finite=run.debug.check_finite,
+    )
+
+
+@dataclass(frozen=True)
+class RelayPlan:
+    """One MoE layer on one rank, for one microbatch: traffic and peak working memory."""
+
+    forward: Traffic
+    backward: Traffic
+    forward_memory: WorkingMemory
+    backward_memory: WorkingMemory
+    options: RelayOptions
+
+    def lines(self) -> list[str]:
+        """The plan in words, a line a direction."""
+        return [
+            self._line("forward", self.forward, self.forward_memory.total_bytes),
+            self._line("backward", self.backward, self.backward_memory.total_bytes),
+        ]
+
+    def may_turn(self, traffic: Traffic) -> bool:
+        """Whether a call's routing may make experts circulate instead of tokens."""
+        return len(circulations(traffic, self.options)) > 1
+
+    def _line(self, direction: str, traffic: Traffic, memory_bytes: int) -> str:
+        turns = ""
+        if self.may_turn(traffic):
+            turns = (
+                " (experts, where the routing would let a rank compute more than "
+                f"{self.options.max_imbalance:g} times its share)"
+            )
+        return (
+            f"Relay {direction}: {traffic.circulate} circulate{turns}; a rank sends per layer "
+            f"{traffic.experts_bytes / _MIB:.2f} MiB with experts circulating or "
+            f"{traffic.tokens_bytes / _MIB:.2f} MiB with tokens circulating; "
+            f"working memory {memory_bytes / _MIB:.1f} MiB"
+        )
+
+    def curves(self) -> dict[str, float]:
+        """The same as numbers; `circulates_tokens` is 1 where tokens go round, else 0."""
+        return {
+            f"relay/plan/{direction}/{name}": value
+            for direction, traffic in (("forward", self.forward), ("backward", self.backward))
+            for name, value in (
+                ("experts_bytes", float(traffic.experts_bytes)),
+                ("tokens_bytes", float(traffic.tokens_bytes)),
+                ("circulates_tokens", float(traffic.circulate == "tokens")),
+            )
+        }
+
+
+def relay_plan(run: RunConfig, world_size: int, *, for_cpu: bool | None = None) -> RelayPlan | None:
+    """The plan of a run; None without a relay or without expert parallelism.
+
+    for_cpu: whether it runs on CPU; None: as this machine would.
+    """
+    if run.relay.dispatcher != "relay" or degrees_of(run, world_size).ep == 1:
+        return None
+    for_cpu = on_cpu() if for_cpu is None else for_cpu
+    shape, options = relay_shape(run, world_size, for_cpu=for_cpu), relay_options(run)
+    device = torch.device("cpu" if for_cpu else "cuda")
+    return RelayPlan(
+        forward=forward_traffic(shape, options),
+        backward=backward_traffic(shape, options),
+        forward_memory=forward_memory(shape, options, device),
+        backward_memory=backward_memory(shape, options, device),
+        options=options,
+    )
+
+
+def unused_keys(run: RunConfig, world_size: int) -> list[str]:
+    """Keys of `[relay]` that the run sets and nothing reads: with the all-to-all all but one, on
+    a ring of one those of the ring. They stay legal, so that one file serves to compare."""
+    names = [each.name for each in fields(RelayConfig) if each.name != "dispatcher"]
+    if run.relay.dispatcher == "relay":
+        alone = degrees_of(run, world_size).ep == 1
+        names = ["circulate", "max_imbalance", "num_slices"] if alone else []
+    default = RelayConfig()
+    return [f"relay.{name}" for name in names if getattr(run.relay, name) != getattr(default, name)]
+
+
+def relay_shape(run: RunConfig, world_size: int, *, for_cpu: bool) -> LayerShape:
+    """Every MoE layer of the run, for one microbatch."""
+    degrees = degrees_of(run, world_size)
+    bfloat16 = not for_cpu and run.training.mixed_precision_param == "bfloat16"
+    return LayerShape(
+        num_ranks=degrees.ep,
+        num_tokens=run.relay.max_tokens_per_rank or microbatch_tokens(run, degrees),
+        dim=run.model.dim,
+        expert_dim=run.model.moe.expert_dim,
+        num_experts=run.model.moe.num_experts,
+        top_k=run.model.moe.top_k,
+        dtype=torch.bfloat16 if bfloat16 else torch.float32,
+    )
+
+
+def warm_up_kernels(run: RunConfig, world_size: int, device: torch.device) -> None:
+    """Compile, or load from Triton's cache, what every MoE layer launches; says how long it took.
+
+    Does nothing where plain PyTorch computes the experts.
+    """
+    if run.relay.dispatcher != "relay":
+        return
+    shape = relay_shape(run, world_size, for_cpu=on_cpu())
+    seconds = warm_up(shape, relay_options(run), device)
+    if seconds > 0.0:
+        logger.info(f"Relay kernels: ready before the first step, after {seconds:.1f} s")

@@ -1,0 +1,161 @@
+"""The trainer: torchtitan's, with relay experts, balancing, repeatable steps and CPU batches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.context_parallel import cp_shard
+from torchtitan.trainer import Trainer
+
+from titan_relay.config.schema import RunConfig
+from titan_relay.titan.device import on_cpu
+from titan_relay.titan.metrics.curves import StepCurves
+from titan_relay.titan.metrics.processor import RelayMetricsProcessor
+from titan_relay.titan.model.attention import prepare_cpu_batch
+from titan_relay.titan.model.balance_hook import BalanceStep, moe_layers
+from titan_relay.titan.model.random_numbers import key_of, random_bits
+from titan_relay.titan.recompute.block_levels import BlockRetention
+from titan_relay.titan.recompute.choice import RetentionChoice
+from titan_relay.titan.train.relay_setup import relay_plan, warm_up_kernels
+
+if TYPE_CHECKING:  # planning runs this trainer
+    from titan_relay.titan.plan.watch import PlanWatch
+
+
+class RelayTrainer(Trainer):
+    """Trains one run; see `torchtitan.trainer.Trainer` for the loop."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        run: RunConfig
+
+    config: Config
+    metrics_processor: RelayMetricsProcessor
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        model = config.run.model
+        self._samples = model.moe.score_func == "sparsemixer"
+        tokens_are_repeated = self.parallel_dims.tp_enabled and not self.parallel_dims.ep_enabled
+        self.balance = BalanceStep(
+            self.model_parts,
+            num_layers=model.num_layers,
+            num_experts=model.moe.num_experts,
+            num_copies=self.parallel_dims.tp if tokens_are_repeated else 1,
+            device=self.device,
+        )
+        self.optimizers.register_step_pre_hook(self.balance)
+        curves = StepCurves(self.balance, self.model_parts)
+        plan = relay_plan(config.run, self.parallel_dims.world_size)
+        if plan is not None:
+            self.metrics_processor.add_source(plan.curves)
+        self.retention: RetentionChoice | None = None
+        if isinstance(config.activation_checkpoint, BlockRetention.Config):
+            levels = config.activation_checkpoint.levels
+            itemsize = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+            self.retention = RetentionChoice(
+                config.run,
+                self.parallel_dims.world_size,
+                levels,
+                itemsize=itemsize,
+                device=self.device,
+                local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            )
+            self.metrics_processor.add_source(self.retention.curves)
+        self.metrics_processor.add_source(curves.balance)
+        self.metrics_processor.add_source(curves.relay, over="mean")
+        self.metrics_processor.add_source(curves.relay_wait, over="max")
+        self.curves = curves
+        self.plan_watch: PlanWatch | None = None  # set where a plan of this run is wanted
+
+    def train(self) -> None:
+        """Have the experts' kernels compiled, then train."""
+        warm_up_kernels(self.config.run, self.parallel_dims.world_size, self.device)
+        super().train()
+
+    def train_step(
+        self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
+    ) -> None:
+        """Run one optimizer step.
+
+        The random state is a function of seed and step, so a resumed run draws what the
+        uninterrupted one drew, on any layout, and nothing needs saving.
+        """
+        torch.manual_seed(step_seed(self.config.run.debug.seed, self.step))
+        self.balance.step = self.step
+        self.curves.num_steps += 1
+        plan = self.plan_watch
+        if plan is not None:
+            has_state = any(optimizer.state for optimizer in self.optimizers.optimizers)
+            plan.before_step(has_optimizer_state=has_state)
+        with self.metrics_processor.step_memory(self.step):
+            super().train_step(data_iterator)
+        if self.retention is not None:
+            self.retention.after_step()
+        if plan is not None:
+            plan.after_step(self.step)
+
+    def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> Any:
+        """Run one microbatch forward and backward."""
+        for _, moe in moe_layers(self.model_parts):
+            moe.step_context.num_valid_tokens = global_valid_tokens
+        return super().forward_backward_step(global_valid_tokens=global_valid_tokens, **batch)
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Take this rank's part of the batch and build attention masks; key tokens for sampling."""
+        input_dict = dict(input_dict)
+        lanes_B, seq_len = input_dict.pop("lanes", None), labels.shape[1]
+        inputs, labels, extra = self._cut_batch(input_dict, labels)
+        if self._samples and self.model_parts[0].training:
+            assert lanes_B is not None, "rows must be numbered where the model samples"
+            extra["token_keys"] = self._token_keys(lanes_B, seq_len)
+        return inputs, labels, extra
+
+    def _token_keys(self, lanes_B: torch.Tensor, seq_len: int) -> torch.Tensor:
+        """A key per token of this rank, from seed, step, global row and place in the row."""
+        index_BS = lanes_B[:, None] * seq_len + torch.arange(seq_len, device=lanes_B.device)
+        cp_mesh = self.parallel_dims.get_optional_mesh("cp")
+        if cp_mesh is not None:
+            balancer = self.config.parallelism.context_parallel_load_balancer
+            (index_BS,), _ = cp_shard(cp_mesh, (index_BS,), None, balancer)
+        return token_keys(index_BS, self.config.run.debug.seed, self.step)
+
+    def _cut_batch(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        if not on_cpu():
+            return super().post_dataloading_process(input_dict, labels)
+        inputs, labels, positions, mask = prepare_cpu_batch(
+            input_dict["input"],
+            labels,
+            input_dict["positions"],
+            self.parallel_dims.get_optional_mesh("cp"),
+            self.config.parallelism.context_parallel_load_balancer,
+        )
+        self.ntokens_seen += labels.numel()
+        return inputs, labels, {"positions": positions, "attention_masks": mask}
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        plan: PlanWatch | None = getattr(self, "plan_watch", None)  # not there if building failed
+        if plan is not None:
+            plan.close()
+        super().close()
+
+
+def step_seed(seed: int, step: int) -> int:
+    """The random seed of one step of one run."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/step {step}".encode()).digest()[:8], "little")
+
+
+def token_keys(index: torch.Tensor, seed: int, step: int) -> torch.Tensor:
+    """int64 keys of a step's tokens, which are numbered through the whole global batch."""
+    return random_bits(index, key_of(f"{seed}/tokens of step {step}"))
