@@ -35,9 +35,9 @@ from longest.runs import checked_run
 from titan_relay.config import RunConfig
 from titan_relay.titan.plan.measure import measure_steps, small_trainer
 from titan_relay.titan.plan.variants import BASELINE, VARIANTS, variant_of
+from titan_relay.units import MIB, in_mib
 
 EXIT_USER_ERROR = 2
-_MIB = 2**20
 _NUM_STEPS = 2  # of which the last is timed
 
 
@@ -90,7 +90,7 @@ def _rank_main(
 ) -> None:
     start_rank(rank, args.world_size, folder)
     say = _say if rank == 0 else _mute
-    budget_bytes = int(args.budget_mib * _MIB)
+    budget_bytes = int(args.budget_mib * MIB)
     seq_len = args.seq_len
     if seq_len is None:
         base = variant_of(run, BASELINE)
@@ -105,7 +105,7 @@ def _rank_main(
         for choice in within_budget(run, name, seq_len, budget_bytes, peak_of):
             say(
                 f"{name}: batch {choice.local_batch_size}, keeps {choice.retention}, "
-                f"{choice.peak_bytes / _MIB:.1f} MiB"
+                f"{in_mib(choice.peak_bytes, 1)}"
             )
             choices.append(choice)
     seconds = [
@@ -185,7 +185,7 @@ def table(speeds: list[Speed]) -> str:
     for s in speeds:
         ratio = f"{s.tokens_per_second / base:.2f}" if base else "-"
         lines.append(
-            f"{s.variant:<26} {s.seq_len:>7,} {s.local_batch_size:>6} {s.peak_bytes / _MIB:9.1f} "
+            f"{s.variant:<26} {s.seq_len:>7,} {s.local_batch_size:>6} {s.peak_bytes / MIB:9.1f} "
             f"{s.tokens_per_second:9.0f} {ratio:>6}  {s.retention}"
         )
     for s in speeds:

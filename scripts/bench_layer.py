@@ -30,6 +30,8 @@ from layer_bench.measure import measure_error, measure_memory, measure_times, me
 from layer_bench.reference import reference_of
 from layer_bench.setting import PRESETS, Setting
 
+from titan_relay.units import MIB, in_mib
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -195,7 +197,7 @@ def table(setting: Setting, results: list[dict[str, Any]]) -> str:
     lines = [
         f"W={setting.ep} T={setting.tokens} D={setting.dim} F={setting.expert_dim} "
         f"E={setting.experts} K={setting.top_k} {setting.dtype} skew={setting.skew} "
-        f"{setting.device}; 1 unit = T*D*{setting.dtype.itemsize} bytes = {unit / 2**20:.2f} MiB",
+        f"{setting.device}; 1 unit = T*D*{setting.dtype.itemsize} bytes = {in_mib(unit)}",
         "",
         "| implementation | peak units | saved units | median ms | sent MiB | wait ms | error |",
         "|---|---|---|---|---|---|---|",
@@ -204,7 +206,7 @@ def table(setting: Setting, results: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {result['impl']} | {result['peak_bytes'] / unit:.2f} "
             f"| {result['saved_bytes'] / unit:.3f} | {result['median_ms']:.1f} "
-            f"| {result['sent_bytes'] / 2**20:.1f} | {result['wait_ms']:.1f} "
+            f"| {result['sent_bytes'] / MIB:.1f} | {result['wait_ms']:.1f} "
             f"| {result['max_rel_err']:.1e} |"
         )
     return "\n".join(lines)

@@ -33,6 +33,7 @@ from titan_relay.measure.devices import device_named
 from titan_relay.titan.plan.changes import with_settings
 from titan_relay.titan.plan.dry_run import dry_run
 from titan_relay.titan.plan.measure import measure_steps
+from titan_relay.units import MIB
 
 TOLERANCE = 0.03
 EXIT_OFF, EXIT_USER_ERROR = 1, 2
@@ -40,7 +41,6 @@ _LEVELS = {
     "relay": [("attention_retention.mode", level) for level in ("recompute", "output", "full")],
     "alltoall": [("activation_checkpoint.mode", mode) for mode in ("none", "selective", "full")],
 }
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def table(results: list[Compared]) -> str:
     ]
     lines += [
         f"| {r.config} | {r.dispatcher} | {r.level} | {r.cp} | {r.ep} "
-        f"| {r.predicted_bytes / _MIB:.2f} | {r.measured_bytes / _MIB:.2f} | {r.error:+.2%} |"
+        f"| {r.predicted_bytes / MIB:.2f} | {r.measured_bytes / MIB:.2f} | {r.error:+.2%} |"
         for r in results
     ]
     worst = max(results, key=lambda result: abs(result.error))

@@ -39,6 +39,7 @@ from titan_relay.moe.loopback import LoopbackWorld
 from titan_relay.moe.ring import Ring
 from titan_relay.moe.routing import sort_rows
 from titan_relay.moe.shapes import token_slices
+from titan_relay.units import MIB
 
 RINGS: list[Literal["experts", "tokens"]] = ["experts", "tokens"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -303,8 +304,8 @@ def _header(setting: Setting) -> str:
 
 def _line(ranks: int, ring: str, errors: dict[str, float], counted: Bytes, ms: float | None) -> str:
     name = max(errors, key=lambda each: errors[each])
-    mib = [f"{value / 2**20:.2f}" for value in (counted.formula, counted.live)]
-    mib.append(f"{counted.allocator / 2**20:.2f}" if counted.allocator else "-")
+    mib = [f"{value / MIB:.2f}" for value in (counted.formula, counted.live)]
+    mib.append(f"{counted.allocator / MIB:.2f}" if counted.allocator else "-")
     mib.append("-" if ms is None else f"{ms:.1f}")
     return f"| {ranks} | {ring} | {errors[name]:.1e} ({name}) | {' | '.join(mib)} |"
 

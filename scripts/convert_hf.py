@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_relay.config import ConfigError, load_config, validate_model
+from titan_relay.units import in_gib
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -111,7 +112,7 @@ def _run(arguments: argparse.Namespace, keys: list[str]) -> int:
         )
     print(
         f"{arguments.out}: done in {time.monotonic() - start:.0f} s, "
-        f"peak memory {peak_memory_bytes() / 2**30:.2f} GiB"
+        f"peak memory {in_gib(peak_memory_bytes())}"
     )
     return 0
 

@@ -5,6 +5,8 @@ import platform
 import torch
 import triton
 
+from titan_relay.units import in_gib
+
 
 def main() -> None:
     lines = [
@@ -18,7 +20,7 @@ def main() -> None:
         text = (
             f"{device.name}, capability {device.major}.{device.minor}, "
             f"{device.multi_processor_count} multiprocessors, "
-            f"{device.total_memory / 2**30:.1f} GiB"
+            f"{in_gib(device.total_memory, 1)}"
         )
         lines.append((f"device {index}", text))
     print("| | |\n|---|---|")

@@ -25,11 +25,10 @@ from longest.runs import checked_run
 
 from titan_relay.config import RunConfig
 from titan_relay.measure.devices import device_named
-from titan_relay.measure.units import in_words
 from titan_relay.titan.plan.variants import BASELINE, VARIANTS
+from titan_relay.units import MIB, in_words
 
 EXIT_NOTHING_FITS, EXIT_USER_ERROR = 1, 2
-_MIB = 2**20
 _BFLOAT16 = 2  # bytes
 
 
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         check(args)
         if args.measure:
             results = search_measured(
-                run, args.world_size, args.variants, int(args.budget_mib * _MIB), say
+                run, args.world_size, args.variants, int(args.budget_mib * MIB), say
             )
         else:
             device = device_named(args.device)

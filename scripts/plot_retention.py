@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from titan_relay.ops import DocumentMask, document_attention
 from titan_relay.recompute.levels import LayerCost, plan_retention
+from titan_relay.units import MIB
 
-MIB = 2**20
 NUM_LAYERS = 48
 REPEATS = 3
 

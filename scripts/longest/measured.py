@@ -13,6 +13,7 @@ from titan_relay.config import RunConfig, degrees_of
 from titan_relay.titan.plan.longest import Tried, longest_of, with_length
 from titan_relay.titan.plan.measure import measure_steps
 from titan_relay.titan.plan.variants import variant_of
+from titan_relay.units import in_mib
 
 
 def search_measured(
@@ -72,7 +73,7 @@ def search_variant(
             made_of(memory.steady.phase, memory.steady.by_category, memory.host_bytes),
         )
         tries.append(tried)
-        say(f"  {name}: {seq_len:,} tokens take {peak_bytes / 2**20:.1f} MiB")
+        say(f"  {name}: {seq_len:,} tokens take {in_mib(peak_bytes, 1)}")
         return tried
 
     degrees = degrees_of(run, world_size)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from longest.result import Result, made_of, result_of
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.measure.devices import Device
-from titan_relay.measure.units import in_words
 from titan_relay.titan.plan.extrapolate import peak_of
 from titan_relay.titan.plan.longest import Tried, longest_of, with_length
 from titan_relay.titan.plan.plan import usable_bytes
 from titan_relay.titan.plan.variants import variant_of
+from titan_relay.units import in_words
 
 
 def search_planned(

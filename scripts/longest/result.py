@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_relay.measure.units import in_words
 from titan_relay.titan.plan.longest import Tried
+from titan_relay.units import in_words
 
 _LARGEST = 3
 

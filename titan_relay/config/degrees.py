@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 
 from titan_relay.config.schema import RunConfig
+from titan_relay.units import MIB
 
 # A logit's copies at the peak: the product, float32, its log-softmax, and the gradients of the
 # latter two.
 _BYTES_PER_LOGIT = 20
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def loss_chunks(config: RunConfig, degrees: Degrees) -> int:
     )
     local_len = config.training.seq_len // degrees.cp
     chunk_bytes = rows * local_len * config.model.vocab_size // degrees.tp * _BYTES_PER_LOGIT
-    limit_bytes = config.loss.max_chunk_mib * _MIB
+    limit_bytes = config.loss.max_chunk_mib * MIB
     fitting = (each for each in divisors(local_len) if chunk_bytes / each <= limit_bytes)
     return next(fitting, local_len)
 

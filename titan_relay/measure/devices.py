@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-_MIB = 2**20
+from titan_relay.units import GIB, MIB
+
 _CAPACITY_MIB = {
     "a100-40g": 40960,
     "a100-80g": 81920,
@@ -43,7 +44,7 @@ def device_named(name: str) -> Device:
     if lower == CPU:
         return Device(CPU, None)
     if lower in _CAPACITY_MIB:
-        return Device(lower, _CAPACITY_MIB[lower] * _MIB)
+        return Device(lower, _CAPACITY_MIB[lower] * MIB)
     try:
         num_gib = float(name)
     except ValueError:
@@ -54,4 +55,4 @@ def device_named(name: str) -> Device:
         raise ValueError(
             f"unknown device {name!r}; {guess}name one of {_NAMES}, or its GiB as a number"
         )
-    return Device(f"{name} GiB", int(num_gib * 2**30))
+    return Device(f"{name} GiB", int(num_gib * GIB))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titan_relay.measure.step_memory import CATEGORIES, Point
+from titan_relay.units import GIB, in_gib
 
 _WIDTH, _HEIGHT = 960, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 210, 40, 50
-_GIB = 2**30
 _COLOURS = (
     "#4e79a7",
     "#76b7b2",
@@ -71,11 +71,11 @@ def _areas(curve: Sequence[Point], top: float) -> list[str]:
 
 
 def _axis(top: float) -> list[str]:
-    step_gib = _round_step(top / _GIB / 5)
+    step_gib = _round_step(top / GIB / 5)
     parts = [f'<text x="8" y="{_TOP - 6}">GiB</text>']
     value = 0.0
-    while value * _GIB <= top:
-        y = _y(value * _GIB, top)
+    while value * GIB <= top:
+        y = _y(value * GIB, top)
         parts.append(
             f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" stroke="#0002"/>'
             f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
@@ -135,7 +135,7 @@ def _legend(curve: Sequence[Point]) -> list[str]:
         )
         y += 20
     parts.append(
-        f'<text x="{_WIDTH - _RIGHT + 62}" y="{y + 8}">peak {peak.live_bytes / _GIB:.2f} GiB</text>'
+        f'<text x="{_WIDTH - _RIGHT + 62}" y="{y + 8}">peak {in_gib(peak.live_bytes)}</text>'
     )
     return parts
 

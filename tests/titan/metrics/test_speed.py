@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titan_relay.titan.metrics.speed import SpeedMeter, TimeLeft, shown_duration
+from titan_relay.titan.metrics.speed import SpeedMeter, TimeLeft
 
 
 class Clock:
@@ -68,18 +68,3 @@ def test_time_left_follows_the_latest_pace() -> None:
         clock.now += 1 if step <= 50 else 3
         seconds = left.seconds(step, first_step_seconds=math.nan)
     assert seconds == pytest.approx(900 * 3)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0s"),
-        (59.4, "59s"),
-        (59.6, "1m 00s"),
-        (249, "4m 09s"),
-        (3900, "1h 05m"),
-        (86400 * 2 + 3 * 3600, "2d 03h"),
-    ],
-)
-def test_durations_show_two_units(seconds: float, text: str) -> None:
-    assert shown_duration(seconds) == text

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_relay.titan.hf.errors import HfError
+from titan_relay.units import GIB, duration_in_words, in_gib
 
 _SECONDS_BETWEEN_LINES = 2.0
-_GIB = 2**30
 
 
 class Progress:
@@ -42,16 +42,10 @@ class Progress:
         left = (self._num_bytes - self._bytes) / speed
         print(
             f"{self._label}: {self._items} of {self._num_items} tensors, "
-            f"{self._bytes / _GIB:.2f} of {self._num_bytes / _GIB:.2f} GiB, "
-            f"{speed / 1e6:.0f} MB/s, {_duration(left)} left ({name})",
+            f"{self._bytes / GIB:.2f} of {in_gib(self._num_bytes)}, "
+            f"{speed / 1e6:.0f} MB/s, {duration_in_words(left)} left ({name})",
             flush=True,
         )
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def peak_memory_bytes() -> int:

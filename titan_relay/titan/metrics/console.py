@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torchtitan.tools.utils import Color, NoColor
 
-from titan_relay.titan.metrics.speed import Speed, shown_duration
+from titan_relay.titan.metrics.speed import Speed
+from titan_relay.units import duration_in_words
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def train_line(
     if speed.mfu_pct is not None:
         parts.append(f"TFLOP/s: {speed.device_tflops:.1f}  MFU: {speed.mfu_pct:.1f}%")
     parts.append(f"{color.turquoise}memory: {_memory(curves)}")
-    parts.append(f"{color.magenta}left: {shown_duration(progress.seconds_left)}{color.reset}")
+    parts.append(f"{color.magenta}left: {duration_in_words(progress.seconds_left)}{color.reset}")
     return "  ".join(parts)
 
 
@@ -52,7 +53,7 @@ def validation_line(
     step: int, total_steps: int, loss: float, seconds: float | None, color: Color | NoColor
 ) -> str:
     """One validation report; `seconds` is how long it took, if known."""
-    took = "" if seconds is None else f"  {color.blue}took: {shown_duration(seconds)}"
+    took = "" if seconds is None else f"  {color.blue}took: {duration_in_words(seconds)}"
     return (
         f"{color.yellow}validation at step: {step}/{total_steps}  "
         f"{color.green}loss: {loss:.5f}{took}{color.reset}"

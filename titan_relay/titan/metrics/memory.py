@@ -25,8 +25,7 @@ from torchtitan.tools.logging import logger
 from titan_relay.measure import LiveBytes
 from titan_relay.measure.storages import Trackable
 from titan_relay.titan.device import on_cpu
-
-GIB = 1024**3
+from titan_relay.units import GIB
 
 
 class CpuMemoryMonitor:

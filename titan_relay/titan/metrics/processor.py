@@ -41,6 +41,7 @@ from titan_relay.titan.metrics.memory import (
 from titan_relay.titan.metrics.over_ranks import Reduction, first_error, over_ranks
 from titan_relay.titan.metrics.speed import Speed, SpeedMeter, TimeLeft, known_peak_flops
 from titan_relay.titan.metrics.tensorboard import CurveLogger
+from titan_relay.units import GIB
 
 Source = Callable[[], Mapping[str, float]]
 
@@ -310,7 +311,7 @@ class RelayMetricsProcessor(MetricsProcessor):
             self.live_peak_bytes = monitor.live_peak_bytes
             return over_ranks(monitor.curves(), "max")
         curves = device_curves(monitor)
-        self.live_peak_bytes = int(curves["memory/live_peak(GiB)"] * 2**30)
+        self.live_peak_bytes = int(curves["memory/live_peak(GiB)"] * GIB)
         return over_ranks(curves, "max")
 
     def _source_curves(self) -> dict[str, float]:

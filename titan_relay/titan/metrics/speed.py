@@ -136,17 +136,3 @@ class TimeLeft:
         (old_step, old_time), (_, now) = self._reports[0], self._reports[-1]
         pace = (now - old_time) / (step - old_step) if step > old_step else first_step_seconds
         return max(0, self._total_steps - step) * pace
-
-
-def shown_duration(seconds: float) -> str:
-    """A duration in its two largest units: "2d 03h", "1h 05m", "4m 09s", "12s"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02d}h"
-    if hours:
-        return f"{hours}h {minutes:02d}m"
-    if minutes:
-        return f"{minutes}m {rest:02d}s"
-    return f"{rest}s"

@@ -9,9 +9,9 @@ from typing import Any
 from titan_relay.config import ConfigError, RunConfig, degrees_of, validate
 from titan_relay.config.degrees import global_batch_size, loss_chunks
 from titan_relay.measure.devices import Device
-from titan_relay.measure.units import in_words
 from titan_relay.titan.plan.extrapolate import peak_of
 from titan_relay.titan.plan.plan import usable_bytes
+from titan_relay.units import in_words
 
 _Proposal = Callable[[RunConfig, int], dict[str, Any]]
 

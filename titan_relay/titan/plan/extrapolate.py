@@ -15,9 +15,9 @@ from titan_relay.config import RunConfig
 from titan_relay.measure.devices import Device
 from titan_relay.measure.step_memory import CATEGORIES
 from titan_relay.titan.plan.dry_run import dry_run
+from titan_relay.units import GIB
 
 _BACK = 1  # blocks at the end that prefetching treats differently from those between
-_GIB = 2**30
 
 Bytes = tuple[int, ...]  # by category
 
@@ -58,7 +58,7 @@ def peak_of(
     steps = num_layers - shallow
     highs = {place: _line(low, high, place, steps) for place in high}
     host_bytes = low_host + (high_host - low_host) * steps
-    if host_bytes > (run.attention_retention.host_budget_gib or 0.0) * _GIB:
+    if host_bytes > (run.attention_retention.host_budget_gib or 0.0) * GIB:
         # Some inputs stay on the device then, which shallow models do not show.
         return _highest(*highs_of(num_layers))
     return _highest(highs, host_bytes)

@@ -7,13 +7,12 @@ from typing import Any
 
 from titan_relay.config import degrees_of
 from titan_relay.measure.step_memory import CATEGORIES
-from titan_relay.measure.units import in_words, unit_for
 from titan_relay.titan.plan.alltoall import RoutedLayer
 from titan_relay.titan.plan.changes import Change
 from titan_relay.titan.plan.plan import RESERVED_SHARE, Plan
 from titan_relay.titan.train.relay_setup import microbatch_tokens
+from titan_relay.units import MIB, in_words, unit_for
 
-_MIB = 2**20
 # Parts whose working memory is worth a line, in the order of a step.
 _PARTS = (
     ("forward attention", "attention, forward"),
@@ -193,7 +192,7 @@ def routed_layer(plan: Plan) -> RoutedLayer:
 
 
 def _mib(num_bytes: int, decimals: int = 1) -> str:
-    return f"{num_bytes / _MIB:.{decimals}f}"
+    return f"{num_bytes / MIB:.{decimals}f}"
 
 
 def _relay_json(plan: Plan) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.measure.step_memory import StepMemory
 from titan_relay.titan.recompute.cost import block_input_bytes, microbatch_of
-
-_GIB = 2**30
+from titan_relay.units import GIB
 
 
 def settled(
@@ -35,12 +34,12 @@ def settled(
         unit_bytes = block_input_bytes(run, microbatch)
         back_bytes = min(start.host_bytes, left_bytes // unit_bytes * unit_bytes)
         left_bytes -= back_bytes
-        host_gib = (start.host_bytes - back_bytes) / _GIB
+        host_gib = (start.host_bytes - back_bytes) / GIB
         retention = replace(
             retention,
             block_inputs="host" if host_gib else "device",
             host_budget_gib=host_gib or None,
         )
     if spends:
-        retention = replace(retention, budget_gib=left_bytes / _GIB)
+        retention = replace(retention, budget_gib=left_bytes / GIB)
     return replace(run, attention_retention=retention)

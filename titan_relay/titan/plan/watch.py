@@ -12,9 +12,9 @@ from titan_relay.measure.devices import CPU, Device
 from titan_relay.titan.device import on_cpu
 from titan_relay.titan.metrics.processor import RelayMetricsProcessor
 from titan_relay.titan.plan.background import BackgroundPlan, PlanError, Planned, Request
+from titan_relay.units import in_mib
 
 _TOLERANCE = 0.05
-_MIB = 2**20
 
 
 def this_device() -> Device:
@@ -90,8 +90,8 @@ class PlanWatch:
         predicted = planned.steady_bytes if self._had_state else planned.first_bytes
         ratio = self._measured_bytes / predicted
         line = (
-            f"First step: predicted {predicted / _MIB:.1f} MiB, measured "
-            f"{self._measured_bytes / _MIB:.1f} MiB, {ratio - 1:+.1%}"
+            f"First step: predicted {in_mib(predicted, 1)}, measured "
+            f"{in_mib(self._measured_bytes, 1)}, {ratio - 1:+.1%}"
         )
         if abs(ratio - 1) > _TOLERANCE:
             why = " The router was not balanced, or" if self._alltoall else ""

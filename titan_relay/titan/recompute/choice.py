@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, degrees_of
-from titan_relay.measure.units import in_words
 from titan_relay.recompute.clock import CallClock
 from titan_relay.recompute.host_inputs import HostInputs
 from titan_relay.recompute.levels import Level, RetentionPlan, plan_retention, retention_of
@@ -23,8 +22,8 @@ from titan_relay.titan.recompute.cost import (
     microbatch_of,
     plan_curves,
 )
+from titan_relay.units import GIB, in_words
 
-_GIB = 2**30
 # The first step compiles and makes the optimizer's state: time and memory are those of the second.
 _MEASURED_STEP = 2
 
@@ -72,7 +71,7 @@ class RetentionChoice:
             return retention_of(costs, given, num_alive)
         if self._is_open:
             self._levels.clock = CallClock()
-        budget_bytes = 0.0 if section.budget_gib == "auto" else section.budget_gib * _GIB
+        budget_bytes = 0.0 if section.budget_gib == "auto" else section.budget_gib * GIB
         return plan_retention(costs, budget_bytes, num_alive)
 
     def after_step(self) -> None:
@@ -111,7 +110,7 @@ class RetentionChoice:
             -self._tightest(-seconds.get(kind, 0.0) / num_layers) for kind in (KERNEL, PROJECTION)
         )
         budget_bytes = self._tightest(
-            left_bytes if section.budget_gib == "auto" else section.budget_gib * _GIB
+            left_bytes if section.budget_gib == "auto" else section.budget_gib * GIB
         )
         logger.info(
             f"Attention of a layer takes {1000 * kernel:.3f} ms in its kernel and "

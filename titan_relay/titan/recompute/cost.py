@@ -11,8 +11,8 @@ from titan_relay.config import RunConfig
 from titan_relay.config.degrees import Degrees
 from titan_relay.recompute.levels import LayerCost, RetentionPlan
 from titan_relay.titan.recompute.block_levels import AttentionShape
+from titan_relay.units import GIB, in_mib
 
-_MIB, _GIB = 2**20, 2**30
 _LSE_BYTES = 4  # the log-sum-exp is float32
 
 
@@ -95,9 +95,9 @@ def log_block_inputs(run: RunConfig, microbatch: Microbatch, num_layers: int) ->
         return
     unit_bytes = block_input_bytes(run, microbatch)
     wanted = num_layers * microbatch.num_alive
-    fitting = min(wanted, int(run.attention_retention.host_budget_gib * _GIB / unit_bytes))
+    fitting = min(wanted, int(run.attention_retention.host_budget_gib * GIB / unit_bytes))
     logger.info(
-        f"Block inputs in host memory: {fitting} of {wanted}, {fitting * unit_bytes / _MIB:.2f} MiB"
+        f"Block inputs in host memory: {fitting} of {wanted}, {in_mib(fitting * unit_bytes)}"
     )
 
 
@@ -114,7 +114,7 @@ def log_plan(plan: RetentionPlan) -> None:
         for level in ("recompute", "output", "full")
         if plan.count(level)
     )
-    logger.info(f"Attention kept for backward: {plan.num_bytes / _MIB:.2f} MiB; layers: {counts}")
+    logger.info(f"Attention kept for backward: {in_mib(plan.num_bytes)}; layers: {counts}")
     if len(set(plan.levels.values())) > 1:
         listed = ", ".join(f'"{level}"' for _, level in sorted(plan.levels.items()))
         logger.info(f"The same again: attention_retention.layers = [{listed}]")

@@ -34,6 +34,7 @@ from titan_relay.titan.train.pipeline import pipeline
 from titan_relay.titan.train.relay_setup import relay_options
 from titan_relay.titan.train.trainer import RelayTrainer
 from titan_relay.titan.train.validate import RelayValidator
+from titan_relay.units import GIB
 
 _OURS = ("print_config", "check_finite")  # keys of [debug] that torchtitan does not act on
 
@@ -104,7 +105,7 @@ def _model_spec(run: RunConfig) -> ModelSpec:
 def _recompute(run: RunConfig) -> Any:
     if run.relay.dispatcher == "relay":
         host_gib = run.attention_retention.host_budget_gib or 0.0
-        return BlockRetention.Config(host_budget_bytes=int(host_gib * 2**30))
+        return BlockRetention.Config(host_budget_bytes=int(host_gib * GIB))
     return build_activation_checkpoint(run.activation_checkpoint)
 
 

@@ -25,8 +25,7 @@ from titan_relay.moe import (
     warm_up,
 )
 from titan_relay.titan.device import on_cpu
-
-_MIB = 2**20
+from titan_relay.units import in_mib
 
 
 def relay_options(run: RunConfig) -> RelayOptions:
@@ -74,9 +73,9 @@ class RelayPlan:
             )
         return (
             f"Relay {direction}: {traffic.circulate} circulate{turns}; a rank sends per layer "
-            f"{traffic.experts_bytes / _MIB:.2f} MiB with experts circulating or "
-            f"{traffic.tokens_bytes / _MIB:.2f} MiB with tokens circulating; "
-            f"working memory {memory_bytes / _MIB:.1f} MiB"
+            f"{in_mib(traffic.experts_bytes)} with experts circulating or "
+            f"{in_mib(traffic.tokens_bytes)} with tokens circulating; "
+            f"working memory {in_mib(memory_bytes, 1)}"
         )
 
     def curves(self) -> dict[str, float]:
