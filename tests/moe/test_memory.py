@@ -18,7 +18,7 @@ from titan_relay.moe.memory import backward_memory, forward_memory, routing_peak
 from titan_relay.moe.shapes import LayerShape
 
 CPU = torch.device("cpu")
-# The formula leaves out per-expert counts, the agreement's few numbers and scalars.
+# The formula leaves out per-expert counts, the few numbers that ranks compare and scalars.
 TOLERANCE = 0.02
 
 
@@ -100,9 +100,9 @@ def _check_fake_tensors():
             options = RelayOptions(circulate, num_slices=2)
             real = measure(case, group, options)
             with FakeTensorMode() as fake:
-                shadow = measure(case, group, options, fake=fake)
-            for measured, counted in zip(shadow, real, strict=True):
-                assert abs(measured / counted - 1) < TOLERANCE, (case, options, shadow, real)
+                on_fakes = measure(case, group, options, fake=fake)
+            for measured, counted in zip(on_fakes, real, strict=True):
+                assert abs(measured / counted - 1) < TOLERANCE, (case, options, on_fakes, real)
 
 
 def test_fake_tensors_show_the_memory_of_the_real_call():

@@ -5,7 +5,7 @@ Needs torch and ``relay_kernels`` only, so that any framework can use it.
 
 from relay_kernels import KernelChoiceError, SwiGLU, uses_triton
 from titan_relay.moe.errors import NonFiniteError, RelayUsageError, RingError, RingMisuseError
-from titan_relay.moe.fake import shadow_device
+from titan_relay.moe.fake import fake_device
 from titan_relay.moe.function import ExpertBiases, relay_moe, relay_ops
 from titan_relay.moe.memory import (
     WorkingMemory,
@@ -38,6 +38,7 @@ __all__ = [
     "backward_memory",
     "backward_traffic",
     "circulations",
+    "fake_device",
     "forward_memory",
     "forward_traffic",
     "relay_moe",
@@ -45,7 +46,6 @@ __all__ = [
     "relay_ring",
     "routing_peak_bytes",
     "set_ring_timeout",
-    "shadow_device",
     "uses_triton",
     "warm_up",
 ]

@@ -23,7 +23,7 @@ import torch
 from titan_relay.moe.call import RelayCall
 from titan_relay.moe.errors import NonFiniteError, RelayUsageError, RingError
 from titan_relay.moe.ring import Ring
-from titan_relay.moe.routing import NO_FAULT, RoutingPlan, counts_matrix, fault_of
+from titan_relay.moe.routing import NO_FAULT, SortedRows, counts_matrix, fault_of
 
 _NONE, _ID_RANGE, _REPEATED_ID, _X, _SCORES, _REFUSED = range(6)
 _FINITE_NAMES = {_X: "x_TD", _SCORES: "scores_TK"}
@@ -45,7 +45,7 @@ REFUSED = Fault(_REFUSED)
 def find_fault(
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
-    plan: RoutingPlan,
+    sorted_rows: SortedRows,
     counts: torch.Tensor,
     *,
     check_finite: bool,
@@ -61,18 +61,18 @@ def find_fault(
         bad_T = ~torch.isfinite(tensor).all(1)
         if bad_T.any():
             return Fault(kind, int(bad_T.nonzero()[0]))
-    return _repeated_id(plan, top_k)
+    return _repeated_id(sorted_rows, top_k)
 
 
-def _repeated_id(plan: RoutingPlan, top_k: int) -> Fault:
+def _repeated_id(sorted_rows: SortedRows, top_k: int) -> Fault:
     """Rows of one expert are in order of token, so a repeated id makes two neighbours."""
-    token_N = torch.div(plan.rows_N, top_k, rounding_mode="floor")
-    for expert_id, (start, end) in enumerate(plan.segments()):
+    token_N = torch.div(sorted_rows.rows_N, top_k, rounding_mode="floor")
+    for expert_id, (start, end) in enumerate(sorted_rows.segments()):
         tokens = token_N[start:end]
         same = tokens[1:] == tokens[:-1]
         if same.any():
             position = start + 1 + int(same.nonzero()[0])
-            return Fault(_REPEATED_ID, *divmod(int(plan.rows_N[position]), top_k), expert_id)
+            return Fault(_REPEATED_ID, *divmod(int(sorted_rows.rows_N[position]), top_k), expert_id)
     return Fault()
 
 
@@ -110,7 +110,7 @@ _FIELDS = (
 _SETTINGS_BYTES = 4096
 
 
-def agree(call: RelayCall, num_tokens: int, fault: Fault) -> None:
+def check_across_ranks(call: RelayCall, num_tokens: int, fault: Fault) -> None:
     """Raise on every rank, naming ranks and values, when ranks differ or a rank has a fault."""
     every = _gather(call, [*_fingerprint(call, num_tokens), *fault])
     num_fields = len(_FIELDS)
@@ -122,7 +122,7 @@ def agree(call: RelayCall, num_tokens: int, fault: Fault) -> None:
 
 
 def announce_refusal(ring: Ring) -> None:
-    """Tell the others, who are or will be in ``agree``, that this rank's call is refused."""
+    """Tell the others, in or on their way to that check, that this rank's call is refused."""
     ring.control.gather([0] * len(_FIELDS) + [*REFUSED])
 
 

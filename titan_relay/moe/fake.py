@@ -1,7 +1,7 @@
 """The ops on fake tensors: shapes of the results, and for a moment the memory of the real call.
 
 A dry run on fake tensors measures a layer's peak by the tensors that come into being. The real call
-works with buffers of its own, so its shadow allocates as many bytes, as one tensor, and drops it.
+works with buffers of its own, so its fake allocates as many bytes, as one tensor, and drops it.
 
 Shape legend: T tokens, K top-k, D model dimension, e experts of this rank, E experts.
 """
@@ -23,12 +23,12 @@ from titan_relay.moe.shapes import LayerShape
 
 _ROW_BYTES = 4
 
-# The device whose memory the shadows take, where it is not that of the fake tensors.
-_device: ContextVar[torch.device | None] = ContextVar("titan_relay_shadow_device", default=None)
+# The device whose memory the fakes take, where it is not that of the fake tensors.
+_device: ContextVar[torch.device | None] = ContextVar("titan_relay_fake_device", default=None)
 
 
 @contextlib.contextmanager
-def shadow_device(device: torch.device) -> Iterator[None]:
+def fake_device(device: torch.device) -> Iterator[None]:
     """Work with as much memory as on `device`, whatever device the fake tensors say.
 
     For a dry run on fake CPU tensors that stands for a run on CUDA.
@@ -40,7 +40,7 @@ def shadow_device(device: torch.device) -> Iterator[None]:
         _device.reset(token)
 
 
-def shadow_route(
+def fake_route(
     expert_ids_TK: torch.Tensor,
     num_experts: int,
     num_slices: int,
@@ -56,7 +56,7 @@ def shadow_route(
     return rows_N, torch.empty(num_counts, dtype=torch.int64, device="cpu")
 
 
-def shadow_forward(
+def fake_forward(
     x_TD: torch.Tensor, scores_TK: torch.Tensor, tensors: Sequence[Any], group: str, spec: str
 ) -> torch.Tensor:
     """``out_TD``; ``tensors`` are the weights and biases."""
@@ -68,7 +68,7 @@ def shadow_forward(
     return out_TD
 
 
-def shadow_backward(
+def fake_backward(
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
     tensors: Sequence[Any],
@@ -113,7 +113,7 @@ def _static_shape(
 
 
 def _rows_bytes(shape: LayerShape) -> int:
-    """The rows that ``shadow_route`` has made already."""
+    """The rows that ``fake_route`` has made already."""
     return _ROW_BYTES * shape.num_tokens * shape.top_k
 
 

@@ -8,10 +8,10 @@ import torch
 
 from relay_kernels import ExpertWeights, Gradients
 from titan_relay.moe.call import RelayCall, Wants
-from titan_relay.moe.cross_rank_checks import agree, find_fault, gather_counts
+from titan_relay.moe.cross_rank_checks import check_across_ranks, find_fault, gather_counts
 from titan_relay.moe.ring_of_experts import experts_backward, experts_forward
 from titan_relay.moe.ring_of_tokens import TokenRouting, tokens_backward, tokens_forward
-from titan_relay.moe.routing import RoutingPlan
+from titan_relay.moe.routing import SortedRows
 from titan_relay.moe.shapes import token_slices
 from titan_relay.moe.traffic import Traffic, backward_traffic, forward_traffic
 
@@ -25,14 +25,14 @@ def layer_forward(
     weights: ExpertWeights,
 ) -> torch.Tensor:
     """``out_TD``. ``rows_N`` and ``counts`` are those of ``routing.sort_rows``."""
-    plan = RoutingPlan.read(rows_N, counts, call.shape.num_experts)
+    sorted_rows = SortedRows.read(rows_N, counts, call.shape.num_experts)
     check_finite = call.options.check_finite
-    fault = find_fault(x_TD, scores_TK, plan, counts, check_finite=check_finite)
-    agree(call, x_TD.shape[0], fault)
+    fault = find_fault(x_TD, scores_TK, sorted_rows, counts, check_finite=check_finite)
+    check_across_ranks(call, x_TD.shape[0], fault)
     routing = _token_routing(call, forward_traffic(call.shape, call.options), counts)
     if routing is None:
-        return experts_forward(call, x_TD, scores_TK, plan, weights)
-    return tokens_forward(call, x_TD, scores_TK, plan, routing, weights)
+        return experts_forward(call, x_TD, scores_TK, sorted_rows, weights)
+    return tokens_forward(call, x_TD, scores_TK, sorted_rows, routing, weights)
 
 
 def layer_backward(
@@ -46,11 +46,11 @@ def layer_backward(
     weights: ExpertWeights,
 ) -> Gradients:
     """The gradients asked for; the same arguments as the forward's, and its output's gradient."""
-    plan = RoutingPlan.read(rows_N, counts, call.shape.num_experts)
+    sorted_rows = SortedRows.read(rows_N, counts, call.shape.num_experts)
     routing = _token_routing(call, backward_traffic(call.shape, call.options), counts)
     if routing is None:
-        return experts_backward(call, wants, dout_TD, x_TD, scores_TK, plan, weights)
-    return tokens_backward(call, wants, dout_TD, x_TD, scores_TK, plan, routing, weights)
+        return experts_backward(call, wants, dout_TD, x_TD, scores_TK, sorted_rows, weights)
+    return tokens_backward(call, wants, dout_TD, x_TD, scores_TK, sorted_rows, routing, weights)
 
 
 def _token_routing(call: RelayCall, traffic: Traffic, counts: torch.Tensor) -> TokenRouting | None:

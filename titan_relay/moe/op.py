@@ -3,8 +3,8 @@
 They are opaque to autograd, activation checkpointing and ``torch.compile``: those see three ops
 with inputs and outputs, and none of the ring's in-place sums and messages.
 
-Saved for backward: the op's inputs and the plan, 4 bytes per routed copy. Not the output, and
-nothing of any expert.
+Saved for backward: the op's inputs and the sorted rows, 4 bytes per routed copy. Not the output,
+and nothing of any expert.
 
 Shape legend: T tokens, K top-k, N = T * K routed rows, D model dimension, F expert hidden
 dimension, e experts of this rank, E experts.
@@ -17,7 +17,7 @@ import torch
 from relay_kernels import ExpertWeights, KernelChoiceError, SwiGLU, uses_triton
 from titan_relay.moe.call import RelayCall, Wants, find_ring, layer_shape
 from titan_relay.moe.errors import RelayUsageError
-from titan_relay.moe.fake import shadow_backward, shadow_forward, shadow_route
+from titan_relay.moe.fake import fake_backward, fake_forward, fake_route
 from titan_relay.moe.layer import layer_backward, layer_forward
 from titan_relay.moe.options import options_from_spec
 from titan_relay.moe.routing import TokenSlices, sort_rows
@@ -42,7 +42,7 @@ def route(
     return sort_rows(expert_ids_TK, num_experts, TokenSlices(num_slices, slice_length), kernels)
 
 
-route.register_fake(shadow_route)
+route.register_fake(fake_route)
 
 
 @torch.library.custom_op("titan_relay::moe", mutates_args=())
@@ -74,7 +74,7 @@ def _(x_TD: torch.Tensor, scores_TK: torch.Tensor, *rest: Any) -> torch.Tensor:
     _, _, *tensors, group_name, options, _ = rest
     if not torch.compiler.is_compiling() and not value_is_needed():
         return torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    return shadow_forward(x_TD, scores_TK, tensors, group_name, options)
+    return fake_forward(x_TD, scores_TK, tensors, group_name, options)
 
 
 @torch.library.custom_op("titan_relay::moe_backward", mutates_args=())
@@ -114,7 +114,7 @@ def _(
 ) -> list[torch.Tensor]:
     _, _, *tensors, group_name, options, _, wants_x, wants_scores, wants_weights = rest
     wants = (wants_x, wants_scores, wants_weights)
-    return shadow_backward(x_TD, scores_TK, tensors, group_name, options, wants)
+    return fake_backward(x_TD, scores_TK, tensors, group_name, options, wants)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from relay_kernels import (
 )
 from titan_relay.moe.call import RelayCall, Wants
 from titan_relay.moe.homeward_chain import HomewardChain, Tensors
-from titan_relay.moe.routing import RoutingPlan, segments
+from titan_relay.moe.routing import SortedRows, segments
 from titan_relay.moe.shapes import expert_slices
 from titan_relay.moe.transport import RingExchange
 
@@ -57,13 +57,13 @@ def experts_forward(
     call: RelayCall,
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
-    plan: RoutingPlan,
+    sorted_rows: SortedRows,
     weights: ExpertWeights,
 ) -> torch.Tensor:
     """``out_TD``, in the dtype of ``x_TD``."""
     out_TD = torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
     workspace = forward_workspace(call.step_shape(call.shape.num_tokens, x_TD.device))
-    exchange, bounds = call.exchange(), plan.bounds()
+    exchange, bounds = call.exchange(), sorted_rows.bounds()
     slices = expert_slices(call.shape, call.options)
     buffers = weight_buffers(call, weights, longest=slices[0][1])
     for index, (first, last) in enumerate(slices):
@@ -76,7 +76,7 @@ def experts_forward(
                 out_TD,
                 x_TD,
                 scores_TK,
-                plan.rows_N,
+                sorted_rows.rows_N,
                 segments(bounds, base + first, base + last),
                 held,
                 call.activation,
@@ -94,7 +94,7 @@ def experts_backward(
     dout_TD: torch.Tensor,
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
-    plan: RoutingPlan,
+    sorted_rows: SortedRows,
     weights: ExpertWeights,
 ) -> Gradients:
     """The gradients asked for.
@@ -112,7 +112,7 @@ def experts_backward(
     result = [] if gradients.weights is None else gradients.weights.tensors()
     chain = HomewardChain(call.num_ranks, result, longest, sum_dtype)
     workspace = backward_workspace(call.step_shape(call.shape.num_tokens, x_TD.device), sum_dtype)
-    exchange, bounds = call.exchange(), plan.bounds()
+    exchange, bounds = call.exchange(), sorted_rows.bounds()
     buffers = weight_buffers(call, weights, longest)
     for index, (first, last) in enumerate(slices):
         held = weights.experts(first, last)
@@ -127,7 +127,7 @@ def experts_backward(
                 dout_TD,
                 x_TD,
                 scores_TK,
-                plan.rows_N,
+                sorted_rows.rows_N,
                 segments(bounds, base + first, base + last),
                 held,
                 call.activation,

@@ -33,7 +33,7 @@ from relay_kernels import (
 )
 from titan_relay.moe.call import RelayCall, Wants
 from titan_relay.moe.homeward_chain import HomewardChain, Tensors
-from titan_relay.moe.routing import RoutingPlan, Segment, TokenSlices, rows_by_slice, segments
+from titan_relay.moe.routing import Segment, SortedRows, TokenSlices, rows_by_slice, segments
 from titan_relay.moe.transport import RingExchange
 
 
@@ -118,14 +118,14 @@ def tokens_forward(
     call: RelayCall,
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
-    plan: RoutingPlan,
+    sorted_rows: SortedRows,
     routing: TokenRouting,
     weights: ExpertWeights,
 ) -> torch.Tensor:
     """``out_TD``, in the dtype of ``x_TD``."""
     x_TD, scores_TK = x_TD.contiguous(), scores_TK.contiguous()
     slices = routing.slices
-    rows = rows_by_slice(plan, call.shape.top_k, slices, x_TD.shape[0])
+    rows = rows_by_slice(sorted_rows, call.shape.top_k, slices, x_TD.shape[0])
     out_TD = torch.empty_like(x_TD)
     chain = HomewardChain(call.num_ranks, [out_TD], slices.length)
     blocks = BlockBuffers.like(call, [x_TD, scores_TK, rows[0]], slices.length)
@@ -169,14 +169,14 @@ def tokens_backward(
     dout_TD: torch.Tensor,
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
-    plan: RoutingPlan,
+    sorted_rows: SortedRows,
     routing: TokenRouting,
     weights: ExpertWeights,
 ) -> Gradients:
     """The gradients asked for."""
     x_TD, scores_TK, dout_TD = x_TD.contiguous(), scores_TK.contiguous(), dout_TD.contiguous()
     slices = routing.slices
-    rows = rows_by_slice(plan, call.shape.top_k, slices, x_TD.shape[0])
+    rows = rows_by_slice(sorted_rows, call.shape.top_k, slices, x_TD.shape[0])
     dx_TD = torch.empty_like(x_TD) if wants.x else None
     dscores_TK = torch.empty_like(scores_TK) if wants.scores else None
     dweights, sum_dtype = None, None

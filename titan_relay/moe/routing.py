@@ -69,16 +69,16 @@ def fault_of(counts: torch.Tensor) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class RoutingPlan:
-    """This rank's rows on the device, and the counts of its slices and experts on the host."""
+class SortedRows:
+    """This rank's rows by expert on the device, and its counts per slice and expert on the host."""
 
     rows_N: torch.Tensor
     counts_SE: Sequence[Sequence[int]]
 
     @staticmethod
-    def read(rows_N: torch.Tensor, counts: torch.Tensor, num_experts: int) -> "RoutingPlan":
-        """The plan of ``sort_rows``'s results."""
-        return RoutingPlan(rows_N, counts_matrix(counts, num_experts))
+    def read(rows_N: torch.Tensor, counts: torch.Tensor, num_experts: int) -> "SortedRows":
+        """From the results of ``sort_rows``."""
+        return SortedRows(rows_N, counts_matrix(counts, num_experts))
 
     def segments(self) -> list[Segment]:
         """The rows of every expert."""
@@ -101,7 +101,7 @@ def segments(bounds: Sequence[int], first_expert: int, last_expert: int) -> list
 
 
 def rows_by_slice(
-    plan: RoutingPlan, top_k: int, slices: TokenSlices, num_tokens: int
+    sorted_rows: SortedRows, top_k: int, slices: TokenSlices, num_tokens: int
 ) -> list[torch.Tensor]:
     """For each slice its rows in order of expert, numbered from the slice's first token.
 
@@ -109,12 +109,12 @@ def rows_by_slice(
     ``[1, 2, 3, 0]``; slice 0 has ``[1, 0]`` and slice 1 has ``[2, 3]``, numbered ``[0, 1]``.
     """
     if slices.num == 1:
-        return [plan.rows_N]
+        return [sorted_rows.rows_N]
     rows_per_slice = top_k * slices.length
     dtype = torch.int16 if slices.num <= 2**15 else torch.int32
-    slice_N = torch.div(plan.rows_N, rows_per_slice, rounding_mode="floor").to(dtype)
+    slice_N = torch.div(sorted_rows.rows_N, rows_per_slice, rounding_mode="floor").to(dtype)
     order_N = torch.sort(slice_N, stable=True).indices
-    rows_N = plan.rows_N[order_N]
+    rows_N = sorted_rows.rows_N[order_N]
     result = []
     for index in range(slices.num):
         first, last = slices.bounds(index, num_tokens)

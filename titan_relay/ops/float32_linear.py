@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titan_relay.ops.row_chunks import row_chunks, shadow_chunk, wide_dtype
+from titan_relay.ops.row_chunks import fake_chunk, row_chunks, wide_dtype
 
 
 def float32_linear(x: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ def _float32_linear_backward(
 def _(x: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(*x.shape[:-1], weight_ED.shape[0], dtype=wide_dtype(x.dtype))
     if out.dtype != x.dtype:
-        shadow_chunk(x, _row_bytes(x, weight_ED))
+        fake_chunk(x, _row_bytes(x, weight_ED))
     return out
 
 
@@ -61,7 +61,7 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dweight_ED = torch.empty_like(weight_ED, memory_format=torch.contiguous_format)
-    shadow_chunk(x, _row_bytes(x, weight_ED))
+    fake_chunk(x, _row_bytes(x, weight_ED))
     return dx, dweight_ED
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titan_relay.ops.row_chunks import row_chunks, shadow_chunk, wide_dtype
+from titan_relay.ops.row_chunks import fake_chunk, row_chunks, wide_dtype
 
 # Float32 rows that a chunk's arithmetic has at a time.
 _FORWARD_COPIES = 2
@@ -63,7 +63,7 @@ def _rms_norm_backward(
 @_rms_norm.register_fake
 def _(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    shadow_chunk(x, _row_bytes(x, _FORWARD_COPIES))
+    fake_chunk(x, _row_bytes(x, _FORWARD_COPIES))
     return out
 
 
@@ -73,7 +73,7 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dweight_D = torch.empty_like(weight_D, memory_format=torch.contiguous_format)
-    shadow_chunk(x, _row_bytes(x, _BACKWARD_COPIES))
+    fake_chunk(x, _row_bytes(x, _BACKWARD_COPIES))
     return dx, dweight_D
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from titan_relay.ops.row_chunks import row_chunks, shadow_chunk, wide_dtype
+from titan_relay.ops.row_chunks import fake_chunk, row_chunks, wide_dtype
 
 _COPIES = 3  # float32 rows that a chunk's arithmetic has at a time
 
@@ -56,7 +56,7 @@ def _(
     x_BLNH: torch.Tensor, table_P2H: torch.Tensor, positions_BL: torch.Tensor, back: bool
 ) -> torch.Tensor:
     out_BLNH = torch.empty_like(x_BLNH, memory_format=torch.contiguous_format)
-    shadow_chunk(x_BLNH.flatten(2), _row_bytes(x_BLNH))
+    fake_chunk(x_BLNH.flatten(2), _row_bytes(x_BLNH))
     return out_BLNH
 
 

@@ -19,7 +19,7 @@ def row_chunks(num_rows: int, row_bytes: int, device: torch.device) -> Iterator[
         yield slice(start, min(start + length, num_rows))
 
 
-def shadow_chunk(x_RD: torch.Tensor, row_bytes: int) -> None:
+def fake_chunk(x_RD: torch.Tensor, row_bytes: int) -> None:
     """For shape functions: come and go with the memory that one chunk's temporaries take."""
     num_rows = x_RD.numel() // x_RD.shape[-1] if x_RD.shape[-1] else 0
     if isinstance(num_rows, int):  # no compiler traces with symbolic sizes

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from titan_relay.ops.row_chunks import row_chunks, shadow_chunk
+from titan_relay.ops.row_chunks import fake_chunk, row_chunks
 from titan_relay.titan.model.random_numbers import random_bits
 
 _ELEMENT_BYTES = 3 * 8  # a hash of 64 bits and what it is made from
@@ -74,7 +74,7 @@ def _jitter(
 @_jitter.register_fake
 def _(x_BLD: torch.Tensor, token_keys_BL: torch.Tensor, layer: int, amount: float) -> torch.Tensor:
     out_BLD = torch.empty_like(x_BLD, memory_format=torch.contiguous_format)
-    shadow_chunk(x_BLD, _ELEMENT_BYTES * x_BLD.shape[-1])
+    fake_chunk(x_BLD, _ELEMENT_BYTES * x_BLD.shape[-1])
     return out_BLD
 
 

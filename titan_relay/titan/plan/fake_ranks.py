@@ -22,7 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as distributed_utils
 
 from titan_relay.measure.devices import Device
-from titan_relay.moe import shadow_device
+from titan_relay.moe import fake_device
 from titan_relay.titan.model import balance_hook, experts, init
 from titan_relay.titan.plan.alltoall import Routing, rows_per_expert
 from titan_relay.titan.plan.attention import flash_attention
@@ -51,7 +51,7 @@ def fake_ranks(world_size: int, rank: int, routing: Routing, device: Device) -> 
             stack.enter_context(routing.supplied())
             stack.enter_context(few_chunks())
             if not device.is_cpu:
-                stack.enter_context(shadow_device(torch.device("cuda")))
+                stack.enter_context(fake_device(torch.device("cuda")))
                 stack.enter_context(flash_attention())
                 stack.enter_context(_replaced(experts, "has_grouped_gemm", _is_bfloat16))
             stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
