@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from titan_relay.config.schema_data import TokenizerConfig
-from titan_relay.data.documents import Document
-from titan_relay.data.errors import DataError
+from titan_relay.data.documents import DataError, Document
 from titan_relay.data.local_files import LocalDocuments
-from titan_relay.data.long_runs import cut_long_runs
-from titan_relay.data.patterns import DEFAULT_PATTERN, resolve_pattern
-from titan_relay.data.rank_file import write_rank_file
+from titan_relay.data.splitting import DEFAULT_PATTERN, cut_long_runs, resolve_pattern
 from titan_relay.data.statistics import corpus_statistics
 from titan_relay.data.tokenizer import load_tokenizer
+from titan_relay.data.tokenizer_files import write_rank_file
 
 NUM_BYTES = 256
 _PROGRESS_SECONDS = 2.0

@@ -7,7 +7,7 @@ import pytest
 from tests.config.files import write_good
 from titan_relay.config import RunConfig, degrees_of, load_config, validate
 from titan_relay.config.check_data import PATTERN_NAMES
-from titan_relay.data.patterns import PATTERNS
+from titan_relay.data.splitting import PATTERNS
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_relay.data.long_runs import cut_long_runs
+from titan_relay.data.splitting import cut_long_runs
 
 
 @given(st.text(alphabet="ab \n\u2003é", max_size=60), st.integers(1, 8))

@@ -8,7 +8,7 @@ import pytest
 from tests.data.support import byte_tokenizer, open_reader, write_jsonl
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
 from titan_relay.data import DataError, num_valid_tokens
-from titan_relay.data.mixture import choose_source
+from titan_relay.data.order import choose_source
 
 
 def mixture(folder: Path, *, infinite: bool = True) -> DataConfig:

@@ -11,9 +11,9 @@ import tiktoken
 from tests.support.scripts import load_script
 from titan_relay.config.schema_data import TokenizerConfig
 from titan_relay.data import load_tokenizer
-from titan_relay.data.patterns import PATTERNS
-from titan_relay.data.rank_file import read_rank_file
+from titan_relay.data.splitting import PATTERNS
 from titan_relay.data.statistics import unigram_entropy_nats
+from titan_relay.data.tokenizer_files import read_rank_file
 
 make_corpus = load_script("make_corpus")
 train_tokenizer = load_script("train_tokenizer")

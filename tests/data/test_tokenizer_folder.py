@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tests.data.support import write_byte_ranks
 from titan_relay.config.schema_data import TokenizerConfig
 from titan_relay.data import DataError, load_tokenizer
-from titan_relay.data.patterns import PATTERNS
+from titan_relay.data.splitting import PATTERNS
 
 TEXTS = [
     "def f(x):\n\treturn x ** 2  # naïve\n",

@@ -3,7 +3,7 @@
 Imports neither torch nor torchtitan; rows are NumPy arrays.
 """
 
-from titan_relay.data.errors import DataError
+from titan_relay.data.documents import DataError
 from titan_relay.data.lane import IGNORE_INDEX, PackedRow
 from titan_relay.data.prefetch import PrefetchingReader
 from titan_relay.data.reader import LaneReader, lane_key, num_valid_tokens

@@ -1,12 +1,26 @@
 """What a reader hands on: a document's text, or why there is none, and where it stands.
 
 A reader never raises for the content of one document. It returns a `BadDocument`, and the policy
-`[data] bad_documents` decides in one place whether that is counted or ends the run.
+`[data] bad_documents` decides in one place, `SkipPolicy`, whether that is counted or ends the run.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from titan_relay.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MAX_WARNINGS = 5
+# Epochs of a shuffled source without a good document after which reading on is hopeless.
+_SHUFFLED_EPOCHS = 64
+
+
+class DataError(ConfigError):
+    """Data that cannot be trained on; ``str()`` is one line naming key or file, value and fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +92,40 @@ def decode_utf8(raw: bytes, where: str) -> str | BadDocument:
         return BadDocument(
             where, f"invalid UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}"
         )
+
+
+class SkipPolicy:
+    """Counts bad documents ("skip") or ends the run at the first one ("stop").
+
+    The first five of each source are logged with file and row, later ones only counted; `counts`
+    is per source name and only for this process since it started.
+    """
+
+    def __init__(self, bad_documents: str) -> None:
+        self._stop = bad_documents == "stop"
+        self.counts: Counter[str] = Counter()
+
+    def handle(self, source_name: str, bad: BadDocument) -> None:
+        """Raises DataError under "stop"; a blank line of JSON Lines is not a bad document."""
+        if bad.blank_line:
+            return
+        if self._stop:
+            raise DataError(
+                f'{bad.where}: {bad.reason}; mend it, or set data.bad_documents = "skip"'
+            )
+        self.counts[source_name] += 1
+        count = self.counts[source_name]
+        if count <= _MAX_WARNINGS:
+            logger.warning("source %s: skipped %s: %s", source_name, bad.where, bad.reason)
+        if count == _MAX_WARNINGS:
+            logger.warning("source %s: further bad documents are only counted", source_name)
+
+
+def max_bad_in_a_row(num_documents: int, shuffle: bool) -> int:
+    """The number after which further reading is as good as hopeless.
+
+    In file order a lane meets the same documents again after at most `num_documents` of them.
+    Shuffled, it meets a random one each time: where only one of n is good, 64 n in a row miss it
+    with probability exp(-64).
+    """
+    return num_documents * (_SHUFFLED_EPOCHS if shuffle else 1)

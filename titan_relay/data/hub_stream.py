@@ -19,10 +19,16 @@ from itertools import islice
 from typing import Any
 
 from titan_relay.config.schema_data import MixtureEntry
-from titan_relay.data.documents import BadDocument, Document, Row, check_row, missing_column
-from titan_relay.data.errors import DataError
-from titan_relay.data.patience import max_bad_in_a_row
-from titan_relay.data.permutation import SeededPermutation
+from titan_relay.data.documents import (
+    BadDocument,
+    DataError,
+    Document,
+    Row,
+    check_row,
+    max_bad_in_a_row,
+    missing_column,
+)
+from titan_relay.data.order import SeededPermutation
 
 logger = logging.getLogger(__name__)
 

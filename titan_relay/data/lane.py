@@ -16,10 +16,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from titan_relay.data.documents import BadDocument
-from titan_relay.data.errors import DataError
-from titan_relay.data.mixture import choose_source
-from titan_relay.data.skips import SkipPolicy
+from titan_relay.data.documents import BadDocument, DataError, SkipPolicy
+from titan_relay.data.order import choose_source
 from titan_relay.data.sources import WeightedSource
 from titan_relay.data.tokenizer import Tokenizer
 

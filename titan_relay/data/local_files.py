@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_relay.data.documents import BadDocument, Document, DocumentFile, Row
-from titan_relay.data.errors import DataError
+from titan_relay.data.documents import BadDocument, DataError, Document, DocumentFile, Row
 from titan_relay.data.parquet_files import ParquetFiles
 from titan_relay.data.text_files import (
     JsonLinesFile,

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_relay.data.documents import BadDocument, Row, check_text, missing_column
-from titan_relay.data.errors import DataError
+from titan_relay.data.documents import BadDocument, DataError, Row, check_text, missing_column
 
 
 class ParquetFiles:

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from titan_relay.config.schema_data import DataConfig
-from titan_relay.data.errors import DataError
+from titan_relay.data.documents import DataError, SkipPolicy
 from titan_relay.data.lane import IGNORE_INDEX, Lane, PackedRow
-from titan_relay.data.skips import SkipPolicy
 from titan_relay.data.sources import build_sources
 from titan_relay.data.tokenizer import Tokenizer
 

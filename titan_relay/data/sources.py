@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
-from titan_relay.data.documents import Row
-from titan_relay.data.errors import DataError
+from titan_relay.data.documents import DataError, Row, max_bad_in_a_row
 from titan_relay.data.hub_stream import HubStream
 from titan_relay.data.local_files import LocalDocuments
-from titan_relay.data.patience import max_bad_in_a_row
-from titan_relay.data.permutation import SeededPermutation
+from titan_relay.data.order import SeededPermutation
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from titan_relay.data.documents import BadDocument, Row, check_row, check_text, decode_utf8
-from titan_relay.data.errors import DataError
+from titan_relay.data.documents import (
+    BadDocument,
+    DataError,
+    Row,
+    check_row,
+    check_text,
+    decode_utf8,
+)
 
 _INDEX_BLOCK_BYTES = 1 << 24
 _MAX_OPEN_FILES = 64

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan_relay.config.schema_data import TokenizerConfig
-from titan_relay.data.errors import DataError
-from titan_relay.data.long_runs import cut_long_runs
-from titan_relay.data.patterns import resolve_pattern
-from titan_relay.data.rank_file import read_rank_file
-from titan_relay.data.tokenizer_folder import named_boundaries, named_specials, rank_file_of
+from titan_relay.data.documents import DataError
+from titan_relay.data.splitting import cut_long_runs, resolve_pattern
+from titan_relay.data.tokenizer_files import (
+    named_boundaries,
+    named_specials,
+    rank_file_of,
+    read_rank_file,
+)
 
 
 class _Backend(Protocol):

@@ -28,7 +28,7 @@ from titan_relay.config.schema import (
     TokenizerConfig,
     TrainingConfig,
 )
-from titan_relay.data.rank_file import write_rank_file
+from titan_relay.data.tokenizer_files import write_rank_file
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.names import NameMap
 from titan_relay.titan.hf.safetensors_file import read_places, read_tensor

@@ -1,11 +1,19 @@
-"""Regular expressions that split text into pieces before byte-pair merging.
+"""How text is split before byte-pair merging: by a regular expression, and inside very long runs.
 
 A rank file is only meaningful together with the pattern it was trained with, so the known
 vocabularies are named here and `[tokenizer] pattern` takes a name or an expression. The
 expressions are part of those vocabularies' published definitions.
+
+A pattern with a look-ahead needs stack or back-tracking in proportion to the longest run of white
+space (tiktoken panics on a run of a million blanks), and byte-pair merging of one piece costs more
+than linear time. Text is therefore cut inside runs longer than `MAX_RUN_CHARS`, and nowhere else:
+ordinary text keeps exactly the ids it would have.
 """
 
-from titan_relay.data.errors import DataError
+import re
+from itertools import pairwise
+
+from titan_relay.data.documents import DataError
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CL100K = (
@@ -28,6 +36,8 @@ PATTERNS = {
     "qwen2": _CL100K.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
 DEFAULT_PATTERN = "cl100k"
+MAX_RUN_CHARS = 20_000
+_RUNS = re.compile(r"\S+|\s+")
 
 
 def resolve_pattern(pattern: str) -> str:
@@ -45,3 +55,19 @@ def resolve_pattern(pattern: str) -> str:
             "or a regular expression"
         )
     return pattern
+
+
+def cut_long_runs(text: str, max_run_chars: int = MAX_RUN_CHARS) -> list[str]:
+    """Splits `text` so that no run of white space, or of anything else, is longer than the limit.
+
+    Returns the pieces in order; their concatenation is `text`. Linear time.
+
+    Example with a limit of 3: ``"ab  cdefgh"`` -> ``["ab  cde", "fgh"]``.
+    """
+    if len(text) <= max_run_chars:
+        return [text]
+    cuts = [0]
+    for run in _RUNS.finditer(text):
+        cuts.extend(range(run.start() + max_run_chars, run.end(), max_run_chars))
+    cuts.append(len(text))
+    return [text[start:end] for start, end in pairwise(cuts) if start < end]

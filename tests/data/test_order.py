@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from titan_relay.data.permutation import SeededPermutation
+from titan_relay.data.order import SeededPermutation
 
 
 @pytest.mark.parametrize("num_items", [1, 2, 3, 4, 5, 7, 16, 17, 63, 64, 65, 1000])
