@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What each package may import of this project; itself is always allowed.
 MAY_IMPORT = {
     "titan_relay/units.py": set(),
+    "titan_relay/private_torch.py": set(),
     "titan_relay/cli.py": {"titan_relay.config", "titan_relay.titan"},
     "titan_relay/titan": {
         "titan_relay.config",
@@ -18,14 +19,15 @@ MAY_IMPORT = {
         "titan_relay.moe",
         "titan_relay.ops",
         "titan_relay.recompute",
+        "titan_relay.private_torch",
         "titan_relay.units",
     },
     "titan_relay/data": {"titan_relay.config"},
     "titan_relay/config": {"titan_relay.units"},
-    "titan_relay/moe": {"relay_kernels", "titan_relay.recompute"},
-    "titan_relay/ops": {"titan_relay.recompute"},
-    "titan_relay/recompute": {"titan_relay.measure"},
-    "titan_relay/measure": {"titan_relay.units"},
+    "titan_relay/moe": {"relay_kernels", "titan_relay.private_torch", "titan_relay.recompute"},
+    "titan_relay/ops": {"titan_relay.private_torch", "titan_relay.recompute"},
+    "titan_relay/recompute": {"titan_relay.measure", "titan_relay.private_torch"},
+    "titan_relay/measure": {"titan_relay.private_torch", "titan_relay.units"},
     "kernels/relay_kernels": set(),
 }
 # Only these may import torchtitan, and config must not even import torch.

@@ -9,7 +9,13 @@ import relay_kernels
 import titan_relay.moe
 
 ALLOWED = {
-    "titan_relay.moe": ("torch", "titan_relay.moe", "titan_relay.recompute", "relay_kernels"),
+    "titan_relay.moe": (
+        "torch",
+        "titan_relay.moe",
+        "titan_relay.private_torch",
+        "titan_relay.recompute",
+        "relay_kernels",
+    ),
     "relay_kernels": ("torch", "triton", "relay_kernels"),
 }
 

@@ -24,8 +24,8 @@ How the traps of dispatch modes are met:
 - A mode runs before tensor subclasses do, and a DTensor would do its local work unseen. For wrapper
   subclasses this mode steps back (`NotImplemented`) and sees the plain calls that come out.
 - DTensor finds out the shape of a result by computing with fake tensors of global shape, which the
-  mode leaves out (`operators.around_sharding_propagation`).
-- Resizing a storage in place is no operator (`storages.on_storage_resize`).
+  mode leaves out (`private_torch.around_sharding_propagation`).
+- Resizing a storage in place is no operator (`private_torch.on_storage_resize`).
 - Backward, recomputation in `torch.utils.checkpoint` included, runs with the modes that were on
   when `backward` was called, also on the autograd engine's own threads.
 
@@ -46,16 +46,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_relay.measure.host_memory import allocates_on_host
 from titan_relay.measure.ledger import Event, Label, Ledger, Peak, Window
 from titan_relay.measure.operators import (
     OpTraits,
-    around_sharding_propagation,
-    keys_below,
     resizable,
     storage_keys,
     tensors_in,
@@ -65,10 +61,19 @@ from titan_relay.measure.storages import (
     Trackable,
     has_storage,
     is_wrapper,
-    on_storage_resize,
     plain_tensors,
     storage_has_memory,
     tensors_of,
+)
+from titan_relay.private_torch import (
+    OpOverload,
+    TorchDispatchMode,
+    around_sharding_propagation,
+    keys_below,
+    on_storage_resize,
+    pop_mode,
+    push_mode,
+    storage_id,
 )
 
 # Calls that only read a tensor, `__get__` being every attribute (views of a kind, such as `.T`,
@@ -106,11 +111,11 @@ class _LookInside(TorchFunctionMode):
         if getattr(func, "__name__", "") in _READING_CALLS:
             return func(*args, **(kwargs or {}))
         # Not `with tracker`: that is slow, and would also install the hooks once more.
-        torch._C._push_on_torch_dispatch_stack(self._tracker)
+        push_mode(self._tracker)
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            torch._C._pop_torch_dispatch_stack(None)
+            pop_mode()
 
 
 class LiveBytes(TorchDispatchMode):
@@ -196,7 +201,7 @@ class LiveBytes(TorchDispatchMode):
 
     def serials_of(self, *owners: Trackable) -> set[int]:
         """Numbers, as in `events`, of the storages of `owners` that are counted and alive."""
-        entries = (self._entries.get(storage._cdata) for storage in self._storages(owners))
+        entries = (self._entries.get(storage_id(storage)) for storage in self._storages(owners))
         return {entry.serial for entry in entries if entry is not None}
 
     def peak_bytes_without(self, *owners: Trackable) -> int:
@@ -244,14 +249,14 @@ class LiveBytes(TorchDispatchMode):
         """Count what already exists: tensors, modules (with gradients), optimizers, collections."""
         with self._lock:
             for storage in self._storages(owners):
-                if storage._cdata not in self._entries:
+                if storage_id(storage) not in self._entries:
                     self._add(storage, Label(name, "(included)"))
 
     def exclude(self, *owners: Trackable) -> None:
         """Stop counting these storages, now and when they are resized. Past peaks stay."""
         with self._lock:
             for storage in self._storages(owners):
-                entry = self._entries.get(storage._cdata)
+                entry = self._entries.get(storage_id(storage))
                 if entry is None:
                     entry = self._watch(storage, self._label("(excluded)"))
                 self._set_size(entry, 0)
@@ -281,7 +286,7 @@ class LiveBytes(TorchDispatchMode):
         if traits is None:
             traits = self._traits[func] = traits_of(func)
         targets = resizable(traits, args, kwargs) if traits.may_resize else ()
-        empty_inputs = [s._cdata for s in targets if s.nbytes() == 0]
+        empty_inputs = [storage_id(s) for s in targets if s.nbytes() == 0]
         if traits.runs_python:
             outputs = self._run_looking_inside(func, traits.name, args, kwargs)
         else:
@@ -313,7 +318,7 @@ class LiveBytes(TorchDispatchMode):
         self._enclosing_ops = f"{outer}{name}/"
         try:
             with _LookInside(self):
-                return func.redispatch(keys_below(args, kwargs), *args, **kwargs)
+                return func.redispatch(keys_below(tensors_in((args, kwargs))), *args, **kwargs)
         finally:
             self._enclosing_ops = outer
 
@@ -332,7 +337,7 @@ class LiveBytes(TorchDispatchMode):
         if output.layout is not torch.strided:
             return
         storage = output.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._entries or not self._counts(output):
             return
         # An unknown storage that came in with the inputs is older than the tracker: not ours,
@@ -343,14 +348,14 @@ class LiveBytes(TorchDispatchMode):
             self._add(storage, self._label(traits.name))
 
     def _see_resized(self, storage: torch.UntypedStorage, op_name: str) -> None:
-        entry = self._entries.get(storage._cdata)
+        entry = self._entries.get(storage_id(storage))
         if entry is not None and entry.num_bytes != storage.nbytes():
             with self._lock:
                 self._set_size(entry, storage.nbytes(), self._label(op_name))
 
     def _on_resize(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
-            entry = self._entries.get(storage._cdata)
+            entry = self._entries.get(storage_id(storage))
             if entry is not None:
                 self._set_size(entry, storage.nbytes(), self._label("(storage resize)"))
             elif storage_has_memory(storage) and self._counts_device(storage.device.type):
@@ -362,7 +367,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _watch(self, storage: torch.UntypedStorage, label: Label) -> _Entry:
         entry = _Entry(storage, self._on_death)
-        entry.key = storage._cdata
+        entry.key = storage_id(storage)
         entry.serial = self._num_storages
         entry.num_bytes = 0
         entry.label = label

@@ -1,18 +1,18 @@
 """From tensors, modules and optimizers to the plain tensors that own storages.
 
 A wrapper subclass (a DTensor, for one) has no memory of its own and reports its *global* size, so
-only the tensors inside it are looked at. `on_storage_resize` tells of storages that are resized in
-place, which no dispatcher sees and which is how FSDP2 frees and refills its unsharded parameters.
+only the tensors inside it are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from titan_relay.private_torch import fake_mode_is_on
 
 Trackable = torch.Tensor | nn.Module | Optimizer | Mapping | list | tuple | set
 
@@ -72,28 +72,4 @@ def storage_has_memory(storage: torch.UntypedStorage) -> bool:
     The storages of fake tensors are on the meta device, so there the question is whether fake
     tensors are being computed with at the moment.
     """
-    if storage.device.type != "meta":
-        return True
-    fake_key = torch._C._TorchDispatchModeKey.FAKE
-    return torch._C._get_dispatch_mode(fake_key) is not None
-
-
-@contextmanager
-def on_storage_resize(callback: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `callback(storage)` after every `UntypedStorage.resize_` in this process.
-
-    `resize_` is a plain method, no operator, so it has to be replaced while someone listens.
-    Uses nest; each one restores what it found.
-    """
-    resize = torch.UntypedStorage.resize_
-
-    def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
-        result = resize(storage, num_bytes)
-        callback(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    return storage.device.type != "meta" or fake_mode_is_on()

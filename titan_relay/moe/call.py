@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from relay_kernels import ExpertWeights, StepShape, SwiGLU
 from titan_relay.moe.options import RelayOptions
@@ -11,6 +10,7 @@ from titan_relay.moe.ring import Ring, relay_ring
 from titan_relay.moe.shapes import LayerShape, step_shape
 from titan_relay.moe.traffic import Circulation
 from titan_relay.moe.transport import RingExchange, Where
+from titan_relay.private_torch import group_named
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def find_ring(group_name: str) -> Ring | None:
     """The ring of a process group given by name; "" and groups of one have none."""
     if not group_name:
         return None
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    group = group_named(group_name)
     return None if group.size() == 1 else relay_ring(group)
 
 

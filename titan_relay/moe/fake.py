@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from relay_kernels import ExpertWeights
 from titan_relay.moe.call import layer_shape
@@ -20,6 +19,7 @@ from titan_relay.moe.memory import backward_memory, forward_memory, routing_peak
 from titan_relay.moe.options import options_from_spec
 from titan_relay.moe.routing import NUM_FAULT_FIELDS
 from titan_relay.moe.shapes import LayerShape
+from titan_relay.private_torch import group_named
 
 _ROW_BYTES = 4
 
@@ -105,9 +105,7 @@ def _static_shape(
     sizes = (*x_TD.shape, *scores_TK.shape, *tensors[0].shape)
     if not all(isinstance(size, int) for size in sizes):
         return None
-    num_ranks = 1
-    if group:
-        num_ranks = dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
+    num_ranks = group_named(group).size() if group else 1
     weights = ExpertWeights(*tensors)
     return layer_shape(x_TD, scores_TK, weights, num_ranks, options_from_spec(spec))
 

@@ -12,6 +12,7 @@ from titan_relay.moe.cross_rank_checks import announce_refusal
 from titan_relay.moe.errors import RelayUsageError
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.shapes import token_slices
+from titan_relay.private_torch import OpOverload, overload_of
 from titan_relay.recompute.relay_checkpoint import note_relay_output
 
 
@@ -100,13 +101,13 @@ def relay_moe(
     return out_TD
 
 
-def relay_ops() -> list[torch._ops.OpOverload]:
+def relay_ops() -> list[OpOverload]:
     """The ops whose results a selective-checkpointing policy may save.
 
     Saving both means that a recompute of plain ``torch.utils.checkpoint`` runs no ring, at one
     copy of the tokens per layer. With ``relay_checkpoint`` neither needs saving.
     """
-    return [op.route._opoverload, op.moe._opoverload]
+    return [overload_of(op.route), overload_of(op.moe)]
 
 
 def _check(

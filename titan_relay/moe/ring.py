@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from titan_relay.moe.telemetry import RingTelemetry
 from titan_relay.moe.transport import (
@@ -21,6 +20,7 @@ from titan_relay.moe.transport import (
     ProcessGroupControl,
     ProcessGroupLink,
 )
+from titan_relay.private_torch import group_timeout, new_group_named
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ def relay_ring(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Ri
     """
     ring = _rings.get(group)
     if ring is None:
-        ring = _make_ring(group, timeout or _group_timeout(group))
+        ring = _make_ring(group, timeout or group_timeout(group))
         _rings[group] = ring
     return ring
 
@@ -78,12 +78,6 @@ def _make_ring(group: dist.ProcessGroup, timeout: timedelta) -> Ring:
     return Ring(ProcessGroupLink(messages, timeout), ProcessGroupControl(control))
 
 
-def _group_timeout(group: dist.ProcessGroup) -> timedelta:
-    backend = group._get_backend(group._device_types[0])
-    options = getattr(backend, "options", None)
-    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
-
-
 def sibling_group(
     parent: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
@@ -98,24 +92,10 @@ def sibling_group(
         purpose: unique among the siblings of one parent.
         backend: "gloo", "nccl" or a map of devices to them.
     """
-    ranks = dist.get_process_group_ranks(parent)
-    default = c10d._get_default_group()
-    bound_device = default.bound_device_id
-    # With a bound device, NCCL would split the default group's communicator, which every rank of
-    # the world would have to join. Unbound, it makes one of its own.
-    default.bound_device_id = None
-    try:
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            ranks,
-            c10d.Backend(backend),
-            c10d._get_default_store(),
-            f"{parent.group_name}:{purpose}",  # type: ignore[arg-type]
-            timeout=timeout,
-            group_desc=purpose,
-        )
-    finally:
-        default.bound_device_id = bound_device
-    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    return group
+    return new_group_named(
+        f"{parent.group_name}:{purpose}",
+        dist.get_process_group_ranks(parent),
+        backend=backend,
+        timeout=timeout,
+        purpose=purpose,
+    )

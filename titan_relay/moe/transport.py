@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_relay.moe.errors import RingError, RingMisuseError
 from titan_relay.moe.telemetry import RingCounts
+from titan_relay.private_torch import set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class ProcessGroupLink:
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait this long for a neighbour from now on."""
         self._timeout = timeout
-        _set_pg_timeout(timeout, self._group)
+        set_group_timeout(timeout, self._group)
 
     def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Transfers:
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
@@ -215,7 +215,7 @@ class ProcessGroupControl:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait this long for the other ranks from now on."""
-        _set_pg_timeout(timeout, self._group)
+        set_group_timeout(timeout, self._group)
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titan_relay.ops.row_chunks import wide_dtype
+from titan_relay.private_torch import is_fake
 
 _BLOCK_BYTES = 2**21  # a block of probabilities
 _LEAST_QUERIES = 16
@@ -264,14 +265,10 @@ def _visible(
         key_index_BS[block.batch],
     )
     keys = slice(0, key_index_BS.shape[1])
-    if allowed_blS.is_cpu and not _is_fake(allowed_blS):  # elsewhere it would wait for the device
+    if allowed_blS.is_cpu and not is_fake(allowed_blS):  # elsewhere it would wait for the device
         seen = allowed_blS.any(dim=1).any(dim=0).nonzero()
         keys = slice(int(seen[0]), int(seen[-1]) + 1)
     return allowed_blS[:, None, None, :, keys], keys
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def _queries(x_BLNH: torch.Tensor, num_groups: int, block: _Block) -> torch.Tensor:

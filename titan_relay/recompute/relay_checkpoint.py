@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from titan_relay.private_torch import saves_tensors, sequence_number, tree_leaves
 
 ContextFn = Callable[
     [], tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
 ]
-
-# Nodes written in C++ whose saved tensors Python cannot see.
-_OPAQUE_NODES = ("CppFunction", "CopySlices")
 
 
 @dataclass
@@ -121,13 +119,13 @@ def _value_needed(outputs: Any, relays: list[Node]) -> bool:
     """Whether a node between a relay and the outputs saved a tensor for its backward."""
     if not relays:
         return False
-    oldest = min(relay._sequence_nr() for relay in relays)
+    oldest = min(sequence_number(relay) for relay in relays)
     roots = [
         leaf.grad_fn
         for leaf in tree_leaves(outputs)
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
     ]
-    return any(_saves_tensors(node) for node in _nodes_above(roots, relays, oldest))
+    return any(saves_tensors(node) for node in _nodes_above(roots, relays, oldest))
 
 
 def _nodes_above(roots: list[Node], relays: list[Node], oldest: int) -> list[Node]:
@@ -149,19 +147,10 @@ def _nodes_above(roots: list[Node], relays: list[Node], oldest: int) -> list[Nod
             continue
         seen.add(node)
         stack.append((node, True))
-        if node not in relay_set and node._sequence_nr() >= oldest:
+        if node not in relay_set and sequence_number(node) >= oldest:
             stack += [(below, False) for below, _ in node.next_functions if below is not None]
     reaching = set(relay_set)
     for node in order:  # children first
         if any(below in reaching for below, _ in node.next_functions):
             reaching.add(node)
     return [node for node in reaching if node not in relay_set]
-
-
-def _saves_tensors(node: Node) -> bool:
-    if type(node).__name__ in _OPAQUE_NODES or "CompiledFunction" in type(node).__name__:
-        return True
-    # Saved tensors are only counted, never unpacked: unpacking one would start the recompute.
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return len(node._raw_saved_tensors) > 0
-    return any(name.startswith("_raw_saved_") for name in dir(node))

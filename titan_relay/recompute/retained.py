@@ -33,6 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from titan_relay.measure.storages import is_wrapper, plain_tensors
+from titan_relay.private_torch import storage_id
 from titan_relay.recompute.clock import CallClock
 
 ContextFn = Callable[
@@ -306,7 +307,7 @@ class _Save(torch.autograd.Function):
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Which memory a tensor, or the tensors inside a wrapper, lie in."""
-    return tuple(plain.untyped_storage()._cdata for plain in plain_tensors(tensor))
+    return tuple(storage_id(plain.untyped_storage()) for plain in plain_tensors(tensor))
 
 
 def _never(packed: None) -> torch.Tensor:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from titan_relay.private_torch import local_block
 from titan_relay.titan.model.random_numbers import counter_normal, key_of
 
 _CHUNK_ELEMENTS = 1 << 22  # bounds the temporaries to a few dozen MiB per parameter
@@ -31,11 +31,9 @@ def _local_block(param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tu
     if not isinstance(param, DTensor):
         return param, tuple(param.shape), (0,) * param.ndim
     local = param.to_local()
-    shape, offset = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
-    assert tuple(local.shape) == tuple(shape), (local.shape, shape)
-    return local, tuple(param.shape), tuple(offset)
+    shape, offset = local_block(param)
+    assert tuple(local.shape) == shape, (local.shape, shape)
+    return local, tuple(param.shape), offset
 
 
 def _global_index(

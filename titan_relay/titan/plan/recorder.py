@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from titan_relay.measure import LiveBytes
 from titan_relay.measure.step_memory import PARAMETERS, Mark, Owners, StepMemory, step_memory
+from titan_relay.private_torch import around_fsdp_steps, in_backward
 from titan_relay.titan.train.trainer import RelayTrainer
 
 _BLOCK_PART = re.compile(r"layers\.(\d+)(?:\.(\w+))?$")
@@ -29,7 +29,6 @@ _PARTS = {
     "moe": "experts",
     "feed_forward": "dense",
 }
-_FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward", "reshard")
 
 
 def record_step(trainer: RelayTrainer, watch: Callable[[str], None] | None = None) -> StepMemory:
@@ -80,20 +79,16 @@ class _Recorder:
         """Follow the step through the model's parts."""
         for part in self._trainer.model_parts:
             self._hook_part(part)
-        steps = {name: getattr(FSDPParamGroup, name) for name in _FSDP_STEPS}
-        for name, step in steps.items():
-            setattr(FSDPParamGroup, name, self._named_fsdp(step))
         hook = self._trainer.optimizers.register_step_pre_hook(self._take_gradients)
         microbatch = self._trainer.forward_backward_step
         self._trainer.forward_backward_step = self._framed(microbatch)  # type: ignore[method-assign]
         self._mark("forward input")
         try:
-            yield
+            with around_fsdp_steps(self._in_fsdp):
+                yield
         finally:
             hook.remove()
             self._trainer.forward_backward_step = microbatch  # type: ignore[method-assign]
-            for name, step in steps.items():
-                setattr(FSDPParamGroup, name, step)
 
     def _hook_part(self, part: nn.Module) -> None:
         blocks = part.get_submodule("layers")
@@ -128,18 +123,18 @@ class _Recorder:
 
     def _here(self) -> str:
         if self._inside:
-            return f"{'recompute' if _in_backward() else 'forward'} {self._inside[-1]}"
-        if _in_backward() and self._backward:
+            return f"{'recompute' if in_backward() else 'forward'} {self._inside[-1]}"
+        if in_backward() and self._backward:
             return self._backward
         return self._after_blocks or "forward blocks"
 
     def _enter_block(self, module: nn.Module, args: Any) -> None:
-        if not _in_backward():
+        if not in_backward():
             self._after_blocks = self._backward = ""
             self._block_inputs |= self._tracker.serials_of(args[0])
 
     def _leave_last_block(self, *_: Any) -> None:
-        if not _in_backward():
+        if not in_backward():
             self._after_blocks = "forward loss"
             self._mark(self._here())
 
@@ -170,20 +165,12 @@ class _Recorder:
             if self._watch is not None:
                 self._watch(phase)
 
-    def _named_fsdp(self, step: Any) -> Any:
+    @contextmanager
+    def _in_fsdp(self) -> Iterator[None]:
         """Label what FSDP allocates; the parts around it go on as they were."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            phase = self.marks[-1].phase
-            self._tracker.name_phase(f"fsdp {phase}")
-            try:
-                return step(*args, **kwargs)
-            finally:
-                self._tracker.name_phase(phase)
-
-        return run
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running on this thread."""
-    return torch._C._current_graph_task_id() >= 0
+        phase = self.marks[-1].phase
+        self._tracker.name_phase(f"fsdp {phase}")
+        try:
+            yield
+        finally:
+            self._tracker.name_phase(phase)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     MemoryBudgetAC,
@@ -21,6 +20,7 @@ from torchtitan.distributed.activation_checkpoint import (
 
 from titan_relay.config.schema import ActivationCheckpointConfig
 from titan_relay.moe import relay_ops
+from titan_relay.private_torch import checkpoint_wrapper
 from titan_relay.recompute import relay_checkpoint
 from titan_relay.recompute.retained import retention_contexts
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
+from titan_relay.private_torch import checkpoint_wrapper
 from titan_relay.recompute import relay_checkpoint
 from titan_relay.recompute.clock import CallClock
 from titan_relay.recompute.host_inputs import HostInputs

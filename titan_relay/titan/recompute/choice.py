@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, degrees_of
+from titan_relay.private_torch import fake_mode_is_on
 from titan_relay.recompute.clock import CallClock
 from titan_relay.recompute.host_inputs import HostInputs
 from titan_relay.recompute.levels import Level, RetentionPlan, plan_retention, retention_of
@@ -51,7 +52,7 @@ class RetentionChoice:
         self._microbatch = microbatch_of(run, degrees_of(run, world_size), itemsize)
         self._num_steps = 0
         # A dry run on fake tensors takes no time to measure and has no memory to fill.
-        is_dry = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        is_dry = fake_mode_is_on()
         self._is_open = not is_dry and "auto" in (self._section.mode, self._section.block_inputs)
         self._set(self._first_plan())
         log_block_inputs(run, self._microbatch, len(levels.shapes))
