@@ -59,16 +59,25 @@ def predict(folder: str, runs: list[Run], world_size: int) -> dict[str, StepMemo
     return {run.name: dry_run(load_run(Path(folder), run), world_size, CPU) for run in runs}
 
 
-def test_predicted_peaks_are_those_of_real_ranks(tmp_path: Path) -> None:
-    config_file(tmp_path)
-    predicted = run_ranks(without_group, 1, predict, str(tmp_path), RUNS, 2, timeout_s=600)[0]
-    measured = run_ranks(measure, 2, str(tmp_path), RUNS, timeout_s=600)[0]
-    for run in RUNS:
-        memory = predicted[run.name]
-        ours = (memory.first.live_bytes, memory.steady.live_bytes)
-        # The same trainer on the same shapes. What differs are token ids: a dry run has those of
-        # two microbatches, this run those of four, 3 kB of half a MiB.
-        assert ours == pytest.approx(measured[run.name], rel=0.007), run.name
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[StepMemory, tuple]]:
+    """What was predicted and what was measured of every run, by its name."""
+    folder = tmp_path_factory.mktemp("peaks")
+    config_file(folder)
+    predicted = run_ranks(without_group, 1, predict, str(folder), RUNS, 2, timeout_s=600)[0]
+    measured = run_ranks(measure, 2, str(folder), RUNS, timeout_s=600)[0]
+    return {name: (predicted[name], measured[name]) for name in predicted}
+
+
+@pytest.mark.parametrize("name", [run.name for run in RUNS])
+def test_predicted_peaks_are_those_of_real_ranks(
+    name: str, peaks: dict[str, tuple[StepMemory, tuple]]
+) -> None:
+    memory, measured = peaks[name]
+    # The same trainer on the same shapes. What differs are token ids: a dry run has those of
+    # two microbatches, this run those of four, 3 kB of half a MiB.
+    predicted = (memory.first.live_bytes, memory.steady.live_bytes)
+    assert predicted == pytest.approx(measured, rel=0.007)
 
 
 def looks(folder: str) -> dict[str, Any]:
@@ -156,32 +165,40 @@ def _kept_by_experts(path: Path, ep: int) -> int:
     return max(point[CATEGORIES.index(KEPT_EXPERTS)] for point in kept)
 
 
-def test_plans_of_auto_spend_what_the_device_leaves(seen) -> None:
-    auto, limit = seen["auto"], seen["tight"].capacity_bytes * 0.9
-    recompute = seen["json"]["peak_bytes"]
-    for name in ("levels", "inputs", "both"):
-        plan = auto[name]
-        assert plan.start.steady.live_bytes <= plan.memory.steady.live_bytes <= limit, name
-    kept = [point.by_category for point in auto["levels"].memory.curve]
-    assert max(point[CATEGORIES.index(KEPT_ATTENTION)] for point in kept) > 0
-    # The step before is that of a run that keeps nothing, or has all inputs on the host.
-    assert auto["levels"].start.steady.live_bytes == recompute
-    assert auto["both"].start == auto["inputs"].start
-    # All inputs fit here, and then come first.
-    assert auto["inputs"].start.host_bytes > 0
-    assert auto["inputs"].memory.host_bytes == auto["both"].memory.host_bytes == 0
-    assert auto["inputs"].memory.steady.live_bytes == recompute
-    assert auto["both"].memory.steady == auto["levels"].memory.steady
-    # A budget in numbers is not decided by what is left.
-    assert auto["levels at most"].start is auto["levels at most"].memory
-
-
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("plan")
     config_file(folder)
     result: dict[str, Any] = run_ranks(without_group, 1, looks, str(folder), timeout_s=600)[0]
     return result
+
+
+@pytest.mark.parametrize("name", ["levels", "inputs", "both"])
+def test_plans_of_auto_spend_what_the_device_leaves(name: str, seen: dict[str, Any]) -> None:
+    plan, limit = seen["auto"][name], seen["tight"].capacity_bytes * 0.9
+    assert plan.start.steady.live_bytes <= plan.memory.steady.live_bytes <= limit
+
+
+def test_levels_of_auto_begin_from_a_step_that_keeps_nothing(seen: dict[str, Any]) -> None:
+    plan = seen["auto"]["levels"]
+    kept = [point.by_category[CATEGORIES.index(KEPT_ATTENTION)] for point in plan.memory.curve]
+    assert max(kept) > 0
+    assert plan.start.steady.live_bytes == seen["json"]["peak_bytes"]
+
+
+def test_all_block_inputs_fit_and_come_first(seen: dict[str, Any]) -> None:
+    auto = seen["auto"]
+    assert auto["inputs"].start.host_bytes > 0
+    assert auto["inputs"].memory.host_bytes == auto["both"].memory.host_bytes == 0
+    assert auto["inputs"].memory.steady.live_bytes == seen["json"]["peak_bytes"]
+    # The step before has all inputs on the host, then levels take what is left.
+    assert auto["both"].start == auto["inputs"].start
+    assert auto["both"].memory.steady == auto["levels"].memory.steady
+
+
+def test_a_budget_in_numbers_is_not_decided_by_what_is_left(seen: dict[str, Any]) -> None:
+    plan = seen["auto"]["levels at most"]
+    assert plan.start is plan.memory
 
 
 def test_only_the_all_to_all_fears_the_router(seen: dict[str, Any]) -> None:
