@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import MoE as TitanMoE
 
 from titan_relay.titan.model.balance import AuxLossScope, BalanceLoss, LoadMeter, StepContext
+from titan_relay.titan.model.experts import RelayRoutedExperts
 from titan_relay.titan.model.jitter import jitter
 from titan_relay.titan.model.router import Routing
 
@@ -52,7 +53,16 @@ class MoE(TitanMoE):
         self.meter = LoadMeter(config.num_experts)
         self.step_context = StepContext()
         self.input_jitter = config.input_jitter
-        self.layer = 0  # the model sets it; part of what random draws depend on
+        self.layer = 0
+
+    def set_place(self, layer: int) -> None:
+        """Say which layer of the model this is: draws depend on it, errors and telemetry name it.
+
+        The one place where either is set; the model calls it once it is built.
+        """
+        self.layer = layer
+        if isinstance(self.routed_experts, RelayRoutedExperts):
+            self.routed_experts.name_layer(str(layer))
 
     def forward(
         self,

@@ -15,7 +15,6 @@ from torchtitan.tools.logging import logger
 from titan_relay.titan.device import sum_gradients_without_premul
 from titan_relay.titan.model.balance import StepContext
 from titan_relay.titan.model.balance_hook import moe_layers
-from titan_relay.titan.model.experts import RelayRoutedExperts
 from titan_relay.titan.recompute.block_levels import BlockRetention, make_retainable
 
 
@@ -40,10 +39,8 @@ def parallelize(
     )
     sum_gradients_without_premul(parallel)
     context = _step_context(parallel_dims)
-    for layer, moe in moe_layers([parallel]):
+    for _, moe in moe_layers([parallel]):
         moe.step_context = context
-        if isinstance(moe.routed_experts, RelayRoutedExperts):
-            moe.routed_experts.name_layer(str(layer))
     return parallel
 
 

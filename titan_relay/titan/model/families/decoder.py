@@ -123,7 +123,7 @@ class RelayDecoder(Decoder):
         super().__init__(config)
         for name, block in self.layers.items():
             if block.moe_enabled:
-                block.moe.layer = int(name)
+                block.moe.set_place(int(name))
 
     def forward(
         self,
