@@ -25,11 +25,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from child_process import end_with_parent
-from layer_bench.layers import IMPLEMENTATIONS, build_layer
-from layer_bench.measure import measure_error, measure_memory, measure_times, measure_traffic
-from layer_bench.reference import reference_of
-from layer_bench.setting import PRESETS, Setting
 
+from layer_bench.layers import IMPLEMENTATIONS, build_layer
+from layer_bench.measure import (
+    expected_of,
+    measure_error,
+    measure_memory,
+    measure_times,
+    measure_traffic,
+)
+from layer_bench.setting import PRESETS, Setting
 from titan_relay.units import MIB, in_mib
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -158,9 +163,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for name in args.impl
     ]
-    reference = reference_of(setting, inputs, group)
-    errors = {layer.name: measure_error(layer, inputs, reference) for layer in layers}
-    del reference
+    expected = expected_of(setting, inputs, group)
+    errors = {layer.name: measure_error(layer, inputs, expected) for layer in layers}
+    del expected
     figures: list[dict[str, Any]] = []
     for layer in layers:
         traffic = measure_traffic(layer, inputs)

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from layer_bench.reference import Reference, partial_reference, relative_error, share_of
-from layer_bench.setting import PRESETS, Inputs, Setting
 from longest.arguments import above_0, at_least_0, at_least_1
 
+from layer_bench.setting import PRESETS, Setting
+from layer_check.dense_truth import Expected, expected_results, relative_error
+from layer_check.loopback import LoopbackWorld
 from relay_kernels import (
     KERNELS,
     ExpertWeights,
@@ -35,7 +36,6 @@ from titan_relay.measure import LiveBytes
 from titan_relay.moe import RelayOptions, backward_memory, backward_traffic, forward_memory
 from titan_relay.moe.call import RelayCall, Wants, layer_shape
 from titan_relay.moe.layer import layer_backward, layer_forward
-from titan_relay.moe.loopback import LoopbackWorld
 from titan_relay.moe.ring import Ring
 from titan_relay.moe.routing import sort_rows
 from titan_relay.moe.shapes import token_slices
@@ -113,7 +113,7 @@ class Layer:
         wants = Wants(True, True, True)
         return Results(out_TD, layer_backward(backward, wants, inputs.dout_TD, *args))
 
-    def measure(self, references: Sequence[Reference]) -> tuple[dict[str, float], Bytes]:
+    def measure(self, expected: Expected) -> tuple[dict[str, float], Bytes]:
         """One run: the largest error over ranks by result, and the bytes of everything made."""
         before, allocator = 0, 0
         if self.device.type == "cuda":
@@ -128,7 +128,7 @@ class Layer:
         if self.device.type == "cuda":
             allocator = torch.cuda.max_memory_allocated(self.device) - before
         counted = Bytes(self.formula_bytes(), tracker.peak_bytes, allocator)
-        return _errors(results, references), counted
+        return _errors(results, expected), counted
 
     def formula_bytes(self) -> int:
         """By ``titan_relay.moe.memory``, for all ranks together.
@@ -158,15 +158,14 @@ class Layer:
         return statistics.median(times_ms) if times_ms else None
 
 
-def _errors(results: Sequence[Results], references: Sequence[Reference]) -> dict[str, float]:
-    """The largest over ranks, by result; a NaN stays one."""
+def _errors(results: Sequence[Results], expected: Expected) -> dict[str, float]:
+    """The largest over ranks, by result."""
     names = ("out", "dx", "dscores", "dw1", "dw2", "dw3")
     worst = dict.fromkeys(names, 0.0)
-    for result, wanted in zip(results, references, strict=True):
-        expected = (wanted.out_TD, wanted.dx_TD, wanted.dscores_TK, *wanted.dweights)
-        for name, mine, truth in zip(names, result.tensors(), expected, strict=True):
-            error = relative_error(mine, truth)
-            worst[name] = max(worst[name], error) if error == error else error
+    for rank, result in enumerate(results):
+        truths = expected.of_rank(rank, len(results))
+        for name, mine, truth in zip(names, result.tensors(), truths, strict=True):
+            worst[name] = max(worst[name], relative_error(mine, truth))
     return worst
 
 
@@ -183,22 +182,12 @@ def _counting(tracker: LiveBytes | None) -> Iterator[None]:
         torch._C._pop_torch_dispatch_stack(None)
 
 
-def references_of(setting: Setting, inputs: Sequence[Inputs]) -> list[Reference]:
-    """What each rank must get, weight gradients summed over all ranks' tokens."""
-    partial = [partial_reference(setting, each) for each in inputs]
-    totals = [sum(of_one) for of_one in zip(*(each.dweights for each in partial), strict=True)]
-    return [
-        share_of(Reference(each.out_TD, each.dx_TD, each.dscores_TK, totals), setting, rank)
-        for rank, each in enumerate(partial)
-    ]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     lines, faults = [], []
     for ranks in args.ranks:
         setting = setting_of(args, ranks)
-        references: list[Reference] | None = None
+        expected: Expected | None = None
         rings: list[Literal["experts", "tokens"]] = args.circulate if ranks > 1 else ["experts"]
         for circulate in rings:
             options = RelayOptions(
@@ -209,8 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 deterministic=args.deterministic,
             )
             layer = Layer(setting, options)
-            references = references or references_of(setting, layer.inputs)
-            errors, counted = layer.measure(references)
+            expected = expected or expected_results(setting.dense_layer(), layer.inputs)
+            errors, counted = layer.measure(expected)
             lines.append(_line(ranks, circulate, errors, counted, layer.median_ms(args.iters)))
             where = f"ring of {circulate}, {ranks} ranks"
             faults += [f"error: {where}: {each}" for each in judge(setting, errors, counted)]

@@ -3,19 +3,13 @@
 Torchtitan and Megatron-Core are imported only when one of theirs is asked for.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from layer_bench.layer import Forward, Layer, grads_of
 from layer_bench.setting import Setting
 from titan_relay.moe import RelayOptions, relay_moe, relay_ring
-
-# (x_TD, scores_TK, ids_TK) -> out_TD
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 IMPLEMENTATIONS = (
     "relay-experts",
@@ -30,18 +24,6 @@ IMPLEMENTATIONS = (
     "megatron-grouped",
 )
 _MAX_IMBALANCE = 1.25
-
-
-@dataclass
-class Layer:
-    """A layer with its parameters, and how to read its gradients and traffic back."""
-
-    name: str
-    forward: Forward
-    parameters: list[torch.Tensor]
-    weight_gradients: Callable[[], list[torch.Tensor]]  # of w1_eFD, w2_eDF, w3_eFD
-    relay_group: dist.ProcessGroup | None = None
-    keep: list[Any] = field(default_factory=list)
 
 
 def build_layer(
@@ -105,9 +87,3 @@ def _relay_layer(
         return relay_moe(x_TD, scores_TK, ids_TK, w1_eFD, w2_eDF, w3_eFD, ring_group, options)
 
     return Layer(name, forward, weights, lambda: grads_of(weights), ring_group)
-
-
-def grads_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients that must exist."""
-    grads = [parameter.grad for parameter in parameters]
-    return [grad for grad in grads if grad is not None]

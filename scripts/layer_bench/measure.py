@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layer_bench.layers import Layer
-from layer_bench.reference import Reference, relative_error
-from layer_bench.setting import Inputs
+from layer_bench.layer import Layer
+from layer_bench.setting import Setting
+from layer_check.dense_truth import RankData, Tensors, expected_results, relative_error, share_of
 from titan_relay.measure import LiveBytes
 from titan_relay.moe import relay_ring
 
@@ -34,7 +34,7 @@ class Pass:
     dscores_TK: torch.Tensor
 
 
-def run_pass(layer: Layer, inputs: Inputs) -> Pass:
+def run_pass(layer: Layer, inputs: RankData) -> Pass:
     for parameter in layer.parameters:
         parameter.grad = None
     x_TD = inputs.x_TD.detach().requires_grad_()
@@ -46,7 +46,7 @@ def run_pass(layer: Layer, inputs: Inputs) -> Pass:
     return Pass(out_TD.detach(), x_TD.grad, scores_TK.grad)
 
 
-def measure_memory(layer: Layer, inputs: Inputs) -> dict[str, int]:
+def measure_memory(layer: Layer, inputs: RankData) -> dict[str, int]:
     """``saved_bytes`` and ``peak_bytes`` of this rank."""
     for parameter in layer.parameters:
         parameter.grad = None
@@ -61,19 +61,26 @@ def measure_memory(layer: Layer, inputs: Inputs) -> dict[str, int]:
     return {"saved_bytes": saved_bytes, "peak_bytes": tracker.peak_bytes_without(*gradients)}
 
 
-def measure_error(layer: Layer, inputs: Inputs, reference: Reference) -> float:
+def expected_of(setting: Setting, inputs: RankData, group: dist.ProcessGroup) -> Tensors:
+    """What this rank must get of output, input, score and weight gradients, in float64.
+
+    Each rank computes its own tokens with all experts.
+    """
+    expected = expected_results(setting.dense_layer(), [inputs])
+    for total in expected.dweights:
+        dist.all_reduce(total, group=group)
+    mine = share_of(expected.dweights, dist.get_rank(group), setting.ep)
+    return [*expected.out, *expected.dx, *expected.dscores, *mine]
+
+
+def measure_error(layer: Layer, inputs: RankData, expected: Tensors) -> float:
     result = run_pass(layer, inputs)
-    pairs = [
-        (result.out_TD, reference.out_TD),
-        (result.dx_TD, reference.dx_TD),
-        (result.dscores_TK, reference.dscores_TK),
-        *zip(layer.weight_gradients(), reference.dweights, strict=True),
-    ]
-    return max(relative_error(actual, expected) for actual, expected in pairs)
+    actual = [result.out_TD, result.dx_TD, result.dscores_TK, *layer.weight_gradients()]
+    return max(relative_error(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def measure_times(
-    layers: Sequence[Layer], inputs: Inputs, iterations: int, warmup: int
+    layers: Sequence[Layer], inputs: RankData, iterations: int, warmup: int
 ) -> dict[str, list[float]]:
     """Milliseconds of every iteration on this rank, the implementations taking turns."""
     times: dict[str, list[float]] = {layer.name: [] for layer in layers}
@@ -89,7 +96,7 @@ def measure_times(
     return times
 
 
-def measure_traffic(layer: Layer, inputs: Inputs) -> dict[str, float]:
+def measure_traffic(layer: Layer, inputs: RankData) -> dict[str, float]:
     """``sent_bytes`` and ``wait_ms`` of one pass on this rank."""
     dist.barrier()
     if layer.relay_group is not None:
@@ -157,6 +164,6 @@ class CollectiveCounter(TorchDispatchMode):
         dist.Work.wait = self._wait  # type: ignore[method-assign]
 
 
-def _synchronize(inputs: Inputs) -> None:
+def _synchronize(inputs: RankData) -> None:
     if inputs.x_TD.is_cuda:
         torch.cuda.synchronize()

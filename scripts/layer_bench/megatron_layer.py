@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from layer_bench.layers import Layer, grads_of
+from layer_bench.layer import Layer, grads_of
 from layer_bench.setting import Setting
 
 

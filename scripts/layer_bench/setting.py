@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from layer_check.dense_truth import DenseLayer, RankData
+
 # Layer shapes as published: model dimension, expert hidden dimension, experts, top-k.
 PRESETS = {
     "qwen3-30b-a3b": (2048, 768, 128, 8),
@@ -56,7 +58,12 @@ class Setting:
             for index, shape in enumerate(shapes)
         ]
 
-    def inputs(self, rank: int) -> "Inputs":
+    def dense_layer(self) -> DenseLayer:
+        """All ranks' experts."""
+        by_rank = [self.weights(rank) for rank in range(self.ep)]
+        return DenseLayer([torch.cat(shares) for shares in zip(*by_rank, strict=True)])
+
+    def inputs(self, rank: int) -> RankData:
         """A rank's tokens, their routing, and the gradient of their output.
 
         With Zipf exponent A an expert's popularity is ``rank ** -A``; each token draws K distinct
@@ -70,7 +77,7 @@ class Setting:
             uniform = torch.rand(tokens, experts, generator=self._random((10, rank)))
             ids_TK = (popularity - torch.log(-torch.log(uniform))).topk(top_k, dim=1).indices
         scores_TK = torch.rand(tokens, top_k, generator=self._random((11, rank)))
-        return Inputs(
+        return RankData(
             self._normal((12, rank), (tokens, self.dim)).to(self.device, self.dtype),
             (scores_TK / scores_TK.sum(1, keepdim=True)).to(self.device),
             ids_TK.to(self.device),
@@ -82,13 +89,3 @@ class Setting:
 
     def _normal(self, key: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self._random(key))
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One rank's inputs."""
-
-    x_TD: torch.Tensor
-    scores_TK: torch.Tensor
-    ids_TK: torch.Tensor
-    dout_TD: torch.Tensor

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from layer_bench.layers import Layer, grads_of
+from layer_bench.layer import Layer, grads_of
 from layer_bench.setting import Setting
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from layer_check.dense_truth import relative_error
 from relay_kernels import (
     BackwardWorkspace,
     ExpertWeights,
@@ -16,7 +17,6 @@ from relay_kernels import (
     forward_experts_,
 )
 from tests.kernels.reference import expert_rows
-from tests.support.dense_reference import relative_error
 from titan_relay.measure import LiveBytes
 
 T, K, D, F, G = 7, 2, 5, 3, 4

@@ -1,25 +1,22 @@
 """Run the relay on this rank and compare everything with the dense reference."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
-from tests.support.dense_reference import expected_results, relative_error
-from tests.support.moe_cases import MoeCase
+from layer_check.dense_truth import relative_error, share_of
+from tests.support.moe_cases import PLAIN, MoeCase
 from titan_relay.moe import ExpertBiases, RelayOptions, SwiGLU, relay_moe
 
 # Float32 has a relative precision of 6e-8. Errors of sums over D, F and K terms grow with the
 # square root of their number, so a few times that for the sizes here; seen: at most 5e-7.
 FLOAT32_TOLERANCE = 1e-6
-PLAIN = SwiGLU()
+RESULTS = ("out", "dx", "dscores", "dw1", "dw2", "dw3", "db1", "db2", "db3")
 
 
 def local_weights(case: MoeCase, rank: int) -> list[torch.Tensor]:
     """This rank's consecutive experts, as leaves."""
-    per_rank = case.num_experts // case.num_ranks
-    first = rank * per_rank
-    return [tensor[first : first + per_rank].clone().requires_grad_() for tensor in case.weights()]
+    mine = share_of(case.weights(), rank, case.num_ranks)
+    return [tensor.clone().requires_grad_() for tensor in mine]
 
 
 def run_relay(
@@ -46,9 +43,8 @@ def run_relay(
         activation=activation,
     )
     out_TD.backward(data.dout_TD)
-    named = dict(zip(("w1", "w2", "w3", "b1", "b2", "b3"), weights, strict=False))
-    results = {"out": out_TD.detach(), "dx": x_TD.grad, "dscores": scores_TK.grad}
-    results |= {f"d{name}": weight.grad for name, weight in named.items()}
+    tensors = [out_TD.detach(), *(leaf.grad for leaf in (x_TD, scores_TK, *weights))]
+    results = dict(zip(RESULTS, tensors, strict=False))
     missing = [name for name, value in results.items() if value is None]
     assert not missing, f"no gradient: {missing}"
     return results
@@ -62,23 +58,14 @@ def errors_against_reference(
 ) -> dict[str, float]:
     """Relative error of every result of this rank."""
     rank = 0 if group is None else dist.get_rank(group)
-    layer = case.dense_layer()
-    layer.alpha, layer.limit = activation.alpha, activation.limit
-    layer.up_offset = activation.up_offset
-    expected = expected_results(layer, [case.data(r) for r in range(case.num_ranks)])
-    per_rank = case.num_experts // case.num_ranks
-    first = rank * per_rank
-    wanted: Sequence[torch.Tensor] = [
-        expected.out[rank],
-        expected.dx[rank],
-        expected.dscores[rank],
-        *(tensor[first : first + per_rank] for tensor in expected.dweights),
-    ]
-    results = run_relay(case, group, options, activation)
-    return {
-        name: relative_error(actual, value)
-        for (name, actual), value in zip(results.items(), wanted, strict=True)
-    }
+    wanted = case.expected(activation).of_rank(rank, case.num_ranks)
+    return relative_errors(list(run_relay(case, group, options, activation).values()), wanted)
+
+
+def relative_errors(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> dict[str, float]:
+    """By the results' names."""
+    errors = [relative_error(*pair) for pair in zip(actual, wanted, strict=True)]
+    return dict(zip(RESULTS, errors, strict=False))
 
 
 def check_case(

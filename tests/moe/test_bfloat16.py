@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.moe.parity import run_relay
-from tests.support.dense_reference import expected_results
 from tests.support.moe_cases import MoeCase
 from titan_relay.moe import RelayOptions
 
@@ -41,8 +40,7 @@ def root_mean_square_error(actual, expected):
 
 
 def test_rounding_is_no_worse_than_that_of_grouped_experts():
-    expected = expected_results(CASE.dense_layer(), [CASE.data(0)])
-    wanted = [expected.out[0], expected.dx[0], expected.dscores[0], *expected.dweights]
+    wanted = CASE.expected().of_rank(0, num_ranks=1)
     ours = run_relay(CASE, None, RelayOptions(max_rows_per_step=64))
     theirs = grouped_experts_results()
     for (name, mine), other, truth in zip(ours.items(), theirs, wanted, strict=True):

@@ -3,12 +3,14 @@
 import os
 import re
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from tests.moe.parity import run_relay
+from tests.moe.virtual_layer import RankOfLayer
 from tests.support.distributed import RanksFailed, run_ranks, subgroup
 from tests.support.moe_cases import MoeCase
 from titan_relay.moe import RelayOptions, RingError, relay_ring
@@ -21,18 +23,18 @@ class _Stall(Exception):
     pass
 
 
-def _act_at(operation, hop, action):
-    """Make this rank do ``action`` when it comes to a hop."""
-    from titan_relay.moe.transport import RingExchange
+class _BadLink:
+    """A link whose rank does something else first when it comes to a hop."""
 
-    real = RingExchange.commit
+    def __init__(self, link, hop, action):
+        self.rank, self.size = link.rank, link.size
+        self.link, self.hops_left, self.action = link, hop, action
 
-    def commit(self, where):
-        if where.operation == operation and where.hop == hop:
-            action()
-        return real(self, where)
-
-    RingExchange.commit = commit
+    def start(self, sends, receives):
+        if self.hops_left == 0:
+            self.action()
+        self.hops_left -= 1
+        return self.link.start(sends, receives)
 
 
 def _stall():
@@ -42,15 +44,18 @@ def _stall():
 
 def _run_with_one_bad_rank(circulate, operation, hop, action):
     group = subgroup([0, 1, 2])
-    relay_ring(group, timeout=timedelta(seconds=TIMEOUT_S))
+    ring = relay_ring(group, timeout=timedelta(seconds=TIMEOUT_S))
     options = RelayOptions(circulate, num_slices=1, layer="layers.5")
     run_relay(CASE, group, options)
-    dist.barrier(group)
+    layer = RankOfLayer(CASE, dist.get_rank(), options)
+    rings = {"forward": ring, "backward": ring}
     if dist.get_rank() == 2:
-        _act_at(operation, hop, action)
+        rings[operation] = replace(ring, link=_BadLink(ring.link, hop, action))
+    dist.barrier(group)
     begin_s = time.monotonic()
     try:
-        run_relay(CASE, group, options)
+        layer.forward(rings["forward"])
+        layer.backward(rings["backward"])
     except (RingError, _Stall) as error:
         return str(error), time.monotonic() - begin_s
     return "no error", 0.0

@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from layer_check.dense_truth import relative_error
 from tests.moe.blocks import DIM, NUM_EXPERTS, Block, messages_sent
-from tests.support.dense_reference import relative_error
 from tests.support.distributed import run_ranks
 from titan_relay.moe import relay_moe
 from titan_relay.recompute import relay_checkpoint

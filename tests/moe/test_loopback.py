@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import check_ring
+from layer_check.loopback import LoopbackWorld
 from tests.support.virtual_ring import VirtualWorld
-from titan_relay.moe.loopback import LoopbackWorld
 from titan_relay.moe.transport import RingExchange, Where
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -1,12 +1,10 @@
 """Buffers and order: a hostile link finds no misuse, and the exchange refuses every misuse."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.moe.parity import FLOAT32_TOLERANCE
-from tests.moe.virtual_layer import virtual_errors
+from tests.moe.virtual_layer import run_virtual, virtual_errors
 from tests.support.moe_cases import MoeCase
 from tests.support.virtual_ring import VirtualWorld
 from titan_relay.moe import RelayOptions, RingMisuseError
@@ -15,15 +13,15 @@ from titan_relay.moe.transport import RingExchange, Where
 HERE = Where("layer", "forward", 0, 0)
 
 
+@pytest.mark.parametrize("changes", [{}, {"skew": "one_expert"}, {"has_biases": True}])
+@pytest.mark.parametrize("num_slices", [1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("circulate", ["experts", "tokens"])
-def test_late_delivery_and_spoilt_buffers_change_nothing(circulate, num_ranks):
-    base = MoeCase(num_ranks, num_experts=12, num_tokens=17)
-    for case in (base, replace(base, skew="one_expert"), replace(base, has_biases=True)):
-        for slices in (1, 2, 3):
-            options = RelayOptions(circulate, num_slices=slices, max_rows_per_step=5)
-            errors = virtual_errors(case, options, VirtualWorld(num_ranks, hostile=True))
-            assert max(errors.values()) < FLOAT32_TOLERANCE, (case, options, errors)
+def test_late_delivery_and_spoilt_buffers_change_nothing(circulate, num_ranks, num_slices, changes):
+    case = MoeCase(num_ranks, num_experts=12, num_tokens=17, **changes)
+    options = RelayOptions(circulate, num_slices=num_slices, max_rows_per_step=5)
+    errors = virtual_errors(case, options, VirtualWorld(num_ranks, hostile=True))
+    assert max(errors.values()) < FLOAT32_TOLERANCE, errors
 
 
 @pytest.mark.parametrize("circulate", ["experts", "tokens"])
@@ -42,33 +40,38 @@ def test_unequal_tokens_under_late_delivery(circulate):
     assert max(errors.values()) < FLOAT32_TOLERANCE
 
 
+class StampedCase(MoeCase):
+    """Every weight is its owner's number, so that a stale or swapped buffer shows its owner."""
+
+    def weights(self):
+        stamp = torch.arange(self.num_experts) // (self.num_experts // self.num_ranks)
+        return [
+            torch.ones_like(weight) * stamp.view(-1, 1, 1).float() for weight in super().weights()
+        ]
+
+
+class RecordingWorld(VirtualWorld):
+    """Notes the values that each rank sends, one set an exchange."""
+
+    def __init__(self, size):
+        super().__init__(size, hostile=True)
+        self.sent_values = [[] for _ in range(size)]
+
+    def post(self, rank, sends, receives):
+        self.sent_values[rank].append(
+            {value for tensor in sends for value in tensor.unique().tolist()}
+        )
+        return super().post(rank, sends, receives)
+
+
 @pytest.mark.parametrize("num_ranks", [3, 4])
-def test_each_hop_holds_the_weights_of_the_expected_owner(num_ranks, monkeypatch):
-    """Weights stamped with their owner: a stale or swapped buffer shows its stamp."""
-    from titan_relay.moe import ring_of_experts as experts_forward
-
-    class Stamped(MoeCase):
-        def weights(self):
-            stamp = torch.arange(self.num_experts) // (self.num_experts // self.num_ranks)
-            return [
-                torch.ones_like(weight) * stamp.view(-1, 1, 1).float()
-                for weight in super().weights()
-            ]
-
-    held = []
-    real = experts_forward.forward_experts_
-
-    def recording(out, x, scores, rows, segments, weights, *rest):
-        stamps = {float(value) for tensor in weights.tensors() for value in tensor.unique()}
-        held.append((segments, stamps))
-        return real(out, x, scores, rows, segments, weights, *rest)
-
-    monkeypatch.setattr(experts_forward, "forward_experts_", recording)
-    case = Stamped(num_ranks, num_experts=12)
+def test_each_hop_passes_on_the_weights_of_the_expected_owner(num_ranks):
+    world = RecordingWorld(num_ranks)
     options = RelayOptions("experts", num_slices=2)
-    virtual_errors(case, options, VirtualWorld(num_ranks, hostile=True))
-    assert len(held) == 2 * num_ranks * num_ranks
-    assert all(len(stamps) == 1 for _, stamps in held)
+    run_virtual(StampedCase(num_ranks, num_experts=12), options, world)
+    for rank, sent in enumerate(world.sent_values):
+        once = [{(rank - hop) % num_ranks} for hop in range(num_ranks - 1)]
+        assert sent[: 2 * len(once)] == 2 * once  # the forward's slices
 
 
 def test_hostile_link_notices_a_buffer_changed_in_flight():

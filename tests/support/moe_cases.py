@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.support.dense_reference import DenseLayer, RankData
+from layer_check.dense_truth import DenseLayer, Expected, RankData, expected_results
+from relay_kernels import SwiGLU
 
+PLAIN = SwiGLU()
+# Besides these "even": every expert gets the same number of rows from every rank.
 SKEWS = ("balanced", "zipf", "one_expert", "one_rank", "idle_rank", "rotating")
 
 
@@ -59,14 +62,19 @@ class MoeCase:
             dout_TD=torch.randn(tokens, self.dim, generator=random).to(self.dtype),
         )
 
-    def dense_layer(self) -> DenseLayer:
-        return DenseLayer(*self.weights())
+    def expected(self, activation: SwiGLU = PLAIN) -> Expected:
+        """The truth, of all ranks."""
+        layer = DenseLayer(self.weights(), activation.alpha, activation.limit, activation.up_offset)
+        return expected_results(layer, [self.data(rank) for rank in range(self.num_ranks)])
 
     def _ids(self, rank: int, tokens: int, random: torch.Generator) -> torch.Tensor:
         """Distinct ids per token: the top-k of random numbers plus the skew's preference."""
         experts = self.num_experts
         preference = torch.zeros(experts)
         per_rank = experts // self.num_ranks
+        if self.skew == "even":
+            ids = torch.arange(tokens * self.top_k) % experts
+            return ids.view(tokens, self.top_k)
         if self.skew == "zipf":
             preference = -2.0 * torch.log(torch.arange(1, experts + 1).float())
         elif self.skew == "one_expert":

@@ -8,35 +8,22 @@ is over; and it notices a buffer changed while it was being sent.
 """
 
 import math
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from titan_relay.moe.ring import Ring
-
-_PATIENCE_S = 60.0
-_POLL_S = 0.02
+from layer_check.ranks_in_threads import Message, RanksInThreads, copy_into
 
 
-class _Abandoned(Exception):
-    """Another rank has failed, so that what this one waits for will not come."""
+@dataclass(eq=False)
+class _Message(Message):
+    arrival_s: float = 0.0
+    snapshots: list[torch.Tensor] = field(default_factory=list)
 
 
-@dataclass
-class _Message:
-    tensors: Sequence[torch.Tensor]
-    snapshots: list[torch.Tensor]
-    arrival_s: float
-    taken: threading.Event = field(default_factory=threading.Event)
-
-
-class VirtualWorld:
-    """``size`` virtual ranks; ``run`` calls a function on each in a thread of its own."""
+class VirtualWorld(RanksInThreads[_Message]):
+    """``size`` virtual ranks."""
 
     def __init__(
         self,
@@ -46,137 +33,49 @@ class VirtualWorld:
         bytes_per_s: float = math.inf,
         hostile: bool = False,
     ) -> None:
-        self.size = size
+        super().__init__(size, timeout_s=60.0)
         self.latency_s, self.bytes_per_s, self.hostile = latency_s, bytes_per_s, hostile
         self.clock_s = [0.0] * size
         self.sent_bytes = [0] * size
         self.link_free_s = [0.0] * size
-        self.channels: list[queue.Queue[_Message]] = [queue.Queue() for _ in range(size)]
         self.protected: set[int] = set()
-        self.numbers: list[list[int]] = [[] for _ in range(size)]
-        self.barrier = threading.Barrier(size, timeout=_PATIENCE_S)
-        self.failed = threading.Event()
-        self._local = threading.local()
 
     def protect(self, tensors: Iterable[torch.Tensor]) -> None:
         """The caller's own tensors are never spoilt."""
         self.protected |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
-    def advance(self, seconds: float) -> None:
-        """This thread's rank computes for ``seconds`` of its clock."""
-        self.clock_s[self._local.rank] += seconds
+    def advance(self, rank: int, seconds: float) -> None:
+        """``rank`` computes for ``seconds`` of its clock."""
+        self.clock_s[rank] += seconds
 
-    def wait_for(self, poll: Callable[[], Any]) -> Any:
-        """Call ``poll`` (which waits a little) until it gives something true."""
-        deadline_s = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline_s:
-            value = poll()
-            if value:
-                return value
-            if self.failed.is_set():
-                raise _Abandoned
-        raise TimeoutError("a virtual rank waited in vain")
-
-    def take(self, channel: int) -> _Message:
-        """The next message on a channel."""
-
-        def poll() -> _Message | None:
-            try:
-                return self.channels[channel].get(timeout=_POLL_S)
-            except queue.Empty:
-                return None
-
-        return self.wait_for(poll)
-
-    def run(self, function: Callable[[int, Ring | None], Any]) -> list[Any]:
-        """``function(rank, ring)`` on every rank; the first rank's failure is raised."""
-        results: list[Any] = [None] * self.size
-        errors: list[BaseException | None] = [None] * self.size
-
-        def main(rank: int) -> None:
-            self._local.rank = rank
-            ring = None
-            if self.size > 1:
-                ring = Ring(_VirtualLink(self, rank), _VirtualControl(self, rank))
-            try:
-                results[rank] = function(rank, ring)
-            except BaseException as error:
-                errors[rank] = error
-                self.failed.set()
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=main, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        found = [error for error in errors if error is not None]
-        # A rank that waited for the failed one has nothing of its own to tell.
-        found.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError | _Abandoned))
-        if found:
-            raise found[0]
-        return results
-
-
-class _VirtualLink:
-    def __init__(self, world: VirtualWorld, rank: int) -> None:
-        self.world, self.rank, self.size = world, rank, world.size
-
-    def start(
-        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
-    ) -> "_VirtualTransfers":
-        world, rank = self.world, self.rank
+    def post(
+        self, rank: int, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
+    ) -> _Message:
         num_bytes = sum(tensor.nbytes for tensor in sends)
-        world.sent_bytes[rank] += num_bytes
-        begin_s = max(world.clock_s[rank], world.link_free_s[rank])
-        world.link_free_s[rank] = begin_s + num_bytes / world.bytes_per_s
-        snapshots = [tensor.clone() for tensor in sends] if world.hostile else []
-        arrival_s = world.link_free_s[rank] + world.latency_s
-        message = _Message(list(sends), snapshots, arrival_s)
-        if world.hostile:
+        self.sent_bytes[rank] += num_bytes
+        begin_s = max(self.clock_s[rank], self.link_free_s[rank])
+        self.link_free_s[rank] = begin_s + num_bytes / self.bytes_per_s
+        snapshots = [tensor.clone() for tensor in sends] if self.hostile else []
+        if self.hostile:
             _spoil(receives)
-        world.channels[rank].put(message)
-        return _VirtualTransfers(world, rank, message, list(receives))
+        return _Message(sends, False, self.link_free_s[rank] + self.latency_s, snapshots)
 
-
-@dataclass
-class _VirtualTransfers:
-    world: VirtualWorld
-    rank: int
-    sent: _Message
-    receives: list[torch.Tensor]
-
-    def wait(self) -> None:
-        world, rank = self.world, self.rank
-        incoming = world.take((rank - 1) % world.size)
-        for tensor, snapshot in zip(incoming.tensors, incoming.snapshots, strict=False):
+    def deliver(
+        self, rank: int, sent: _Message, arrived: _Message, receives: Sequence[torch.Tensor]
+    ) -> None:
+        for tensor, snapshot in zip(arrived.tensors, arrived.snapshots, strict=False):
             assert _same_bits(tensor, snapshot), "a buffer was changed while it was being sent"
-        for into, tensor in zip(self.receives, incoming.tensors, strict=True):
-            assert into.shape == tensor.shape, f"{tensor.shape} sent into {into.shape}"
-            into.copy_(tensor)
-        incoming.taken.set()
-        world.wait_for(lambda: self.sent.taken.wait(_POLL_S))
-        world.clock_s[rank] = max(
-            world.clock_s[rank], incoming.arrival_s, self.sent.arrival_s - world.latency_s
-        )
-        if world.hostile:
+        copy_into(receives, arrived)
+
+    def give_back(self, rank: int, sent: _Message, arrived: _Message) -> None:
+        sent_s = sent.arrival_s - self.latency_s
+        self.clock_s[rank] = max(self.clock_s[rank], arrived.arrival_s, sent_s)
+        if self.hostile:
             _spoil(
                 tensor
-                for tensor in self.sent.tensors
-                if tensor.untyped_storage().data_ptr() not in world.protected
+                for tensor in sent.tensors
+                if tensor.untyped_storage().data_ptr() not in self.protected
             )
-
-
-class _VirtualControl:
-    def __init__(self, world: VirtualWorld, rank: int) -> None:
-        self.world, self.rank = world, rank
-
-    def gather(self, numbers: list[int]) -> list[list[int]]:
-        self.world.numbers[self.rank] = list(numbers)
-        self.world.barrier.wait()
-        every = [list(row) for row in self.world.numbers]
-        self.world.barrier.wait()
-        return every
 
 
 def _spoil(tensors: Iterable[torch.Tensor]) -> None:
