@@ -28,12 +28,13 @@ import torch.multiprocessing as mp
 from longest.arguments import at_least_1, file_to_write
 from longest.ranks import largest, start_rank
 
-from titan_relay.config import ConfigError, RunConfig, load_config, validate
+from titan_relay.config import ConfigError, RunConfig, load_config
 from titan_relay.measure.devices import device_named
 from titan_relay.titan.plan.changes import with_settings
 from titan_relay.titan.plan.dry_run import dry_run
 from titan_relay.titan.plan.measure import measure_steps
 from titan_relay.units import MIB
+from titan_relay.validate import validate
 
 TOLERANCE = 0.03
 EXIT_OFF, EXIT_USER_ERROR = 1, 2

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from child_process import end_with_parent
 
-from titan_relay.config import ConfigError, RunConfig, load_config, validate, validate_model
+from titan_relay.config import ConfigError, RunConfig, load_config
+from titan_relay.validate import validate, validate_model
 
 if TYPE_CHECKING:
     from titan_relay.titan.hf_compare import Comparison, Layout

@@ -21,8 +21,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_relay.config import ConfigError, load_config, validate_model
+from titan_relay.config import ConfigError, load_config
 from titan_relay.units import in_gib
+from titan_relay.validate import validate_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from titan_relay.config import ConfigError, RunConfig, load_config, validate_model
+from titan_relay.config import ConfigError, RunConfig, load_config
+from titan_relay.validate import validate_model
 
 
 def main(arguments: list[str]) -> int:

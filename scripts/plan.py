@@ -22,8 +22,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from longest.arguments import at_least_1, parse_with_keys
 
-from titan_relay.config import Loaded, load_config, validate
+from titan_relay.config import Loaded, load_config
 from titan_relay.measure.devices import device_named
+from titan_relay.validate import validate
 
 EXIT_DOES_NOT_FIT, EXIT_USER_ERROR = 1, 2
 SECONDS_BETWEEN_LINES = 10.0

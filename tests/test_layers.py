@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "titan_relay/units.py": set(),
     "titan_relay/private_torch.py": set(),
-    "titan_relay/cli.py": {"titan_relay.config", "titan_relay.titan"},
+    "titan_relay/cli.py": {"titan_relay.config", "titan_relay.titan", "titan_relay.validate"},
+    "titan_relay/validate.py": {"titan_relay.config", "titan_relay.titan"},
     "titan_relay/titan": {
         "titan_relay.config",
         "titan_relay.data",

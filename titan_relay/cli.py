@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from titan_relay.config import ConfigError, Loaded, help_text, load_config, to_toml, validate
+from titan_relay.config import ConfigError, Loaded, help_text, load_config, to_toml
+from titan_relay.validate import validate
 
 EXIT_USER_ERROR = 2
 _SECONDS_FOR_RANK_0 = 5.0

@@ -1,8 +1,9 @@
 """The run of a script about lengths or budgets, checked for every variant before it starts."""
 
-from titan_relay.config import RunConfig, load_config, validate
+from titan_relay.config import RunConfig, load_config
 from titan_relay.titan.plan.longest import with_length
 from titan_relay.titan.plan.variants import variant_of
+from titan_relay.validate import validate
 
 
 def checked_run(

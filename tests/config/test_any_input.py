@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.config.files import GOOD, write_good
-from titan_relay.config import ConfigError, load_config, validate
+from titan_relay.config import ConfigError, load_config
 from titan_relay.config.keys import keys, sections
+from titan_relay.validate import validate
 
 _NAMES = [*keys(), *(path for path in sections() if path), "config", "base", "print-config", ""]
 _WORDS = st.sampled_from(

@@ -203,13 +203,16 @@ def test_balancing_bias_is_off_where_the_auxiliary_loss_is_on() -> None:
     assert effective(*both) == 0.002
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_nothing_heavy_is_imported_for_a_mistake() -> None:
     """A wrong configuration must be reported before torch starts, which takes seconds."""
     program = (
-        "import sys; from titan_relay.config import load_config, validate;"
-        "loaded = load_config(['--config', 'good.toml']);"
-        "validate(loaded.config, 1, loaded.sources);"
-        "heavy = {'torch', 'torchtitan', 'numpy', 'tyro', 'datasets'} & set(sys.modules);"
+        "import sys; from titan_relay.config import ConfigError, load_config\n"
+        "from titan_relay.validate import validate\n"
+        "loaded = load_config(['--config', 'good.toml', '--model.moe.top_k', '1000'])\n"
+        "try: validate(loaded.config, 1, loaded.sources)\n"
+        "except ConfigError: pass\n"
+        "else: raise AssertionError('1000 of so many experts are no mistake')\n"
+        "heavy = {'torch', 'torchtitan', 'numpy', 'tyro', 'datasets'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     root = Path(__file__).resolve().parents[2]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_relay.config import ConfigError, degrees_of, load_config, to_toml, validate
+from titan_relay.config import ConfigError, degrees_of, load_config, to_toml
+from titan_relay.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.config.files import write_good
-from titan_relay.config import RunConfig, degrees_of, load_config, validate
+from titan_relay.config import RunConfig, degrees_of, load_config
 from titan_relay.config.check_data import PATTERN_NAMES
 from titan_relay.data.splitting import PATTERNS
+from titan_relay.validate import validate
 
 
 @pytest.fixture(autouse=True)

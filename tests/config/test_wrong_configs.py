@@ -12,7 +12,8 @@ from tests.config.wrong_degrees import DEGREES, PIPELINES
 from tests.config.wrong_families import FAMILIES
 from tests.config.wrong_inputs import COMMAND_LINES, FILES
 from tests.config.wrong_values import NAMES, VALUES
-from titan_relay.config import ConfigError, load_config, validate
+from titan_relay.config import ConfigError, load_config
+from titan_relay.validate import validate
 
 WRONG = NAMES + VALUES + FILES + COMMAND_LINES + DEGREES + PIPELINES + COMBINATIONS + DATA
 WRONG += FAMILIES

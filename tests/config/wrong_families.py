@@ -62,7 +62,8 @@ FAMILIES += [
     ),
     Wrong(
         "key heads of latent attention",
-        'case.toml: model.num_kv_heads = 4: family "mla_moe" has no such part; leave it out',
+        'case.toml: model.num_kv_heads = 4: family "mla_moe" has no such part (it is for '
+        "mixtral, phimoe, qwen2_moe or qwen3_moe); leave it out",
         toml='[model]\nfamily = "mla_moe"\nnum_kv_heads = 4\nhead_dim = 0\n' + _WIDTHS,
     ),
     Wrong(
@@ -114,19 +115,19 @@ FAMILIES += [
     ),
     Wrong(
         "more than two picks",
-        "good.toml: model.moe.top_k = 4: sparsemixer picks two experts per token; use 2",
+        'good.toml: model.moe.top_k = 4: family "phimoe" picks two experts per token; use 2',
         toml='[model]\nfamily = "phimoe"\n[model.moe]\nscore_func = "sparsemixer"',
     ),
     Wrong(
         "normalised picks",
-        "good.toml: model.moe.route_norm = true: sparsemixer does not normalise its weights; use "
-        "false",
+        'good.toml: model.moe.route_norm = true: family "phimoe" does not normalise its weights; '
+        "use false",
         toml='[model]\nfamily = "phimoe"\n[model.moe]\nscore_func = "sparsemixer"\ntop_k = 2',
     ),
     Wrong(
         "bias for sampled picks",
-        "case.toml: model.moe.load_balance_coeff = 0.001: sparsemixer has no balancing bias; use "
-        "0, and model.moe.aux_loss_coeff to balance",
+        'case.toml: model.moe.load_balance_coeff = 0.001: family "phimoe" has no balancing bias; '
+        "use 0, and model.moe.aux_loss_coeff to balance",
         toml=f"{PHI}load_balance_coeff = 1e-3",
     ),
     Wrong(

@@ -4,9 +4,9 @@ from typing import get_args
 
 from tests.config.wrong import Wrong, without
 from titan_relay.config.expectation import either
-from titan_relay.config.schema_model import Family
+from titan_relay.config.schema_model import FamilyName
 
-_FAMILIES = either([f'"{name}"' for name in get_args(Family)])
+_FAMILIES = either([f'"{name}"' for name in get_args(FamilyName)])
 
 FILES = [
     Wrong(

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_relay.config import ConfigError, load_config, validate
+from titan_relay.config import ConfigError, load_config
 from titan_relay.config.keys import keys, sections
 from titan_relay.config.settings import read_tables
 from titan_relay.config.toml_text import WrittenFloat
+from titan_relay.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -41,7 +41,12 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "titan_relay.titan.plan": ("titan_relay.titan.train",),
     "titan_relay.titan.preflight": ("titan_relay.titan.plan",),
     "titan_relay.titan.run": ("titan_relay.titan.preflight",),
-    "titan_relay.commands": ("titan_relay.titan.run", "titan_relay.titan.hf_compare"),
+    "titan_relay.validate": ("titan_relay.titan.model",),
+    "titan_relay.commands": (
+        "titan_relay.titan.run",
+        "titan_relay.titan.hf_compare",
+        "titan_relay.validate",
+    ),
     "titan_relay.cli": ("titan_relay.commands",),
     "titan_relay.__main__": ("titan_relay.cli",),
     "train": ("titan_relay.cli",),

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from titan_relay.config import Loaded, RunConfig, load_config, validate
+from titan_relay.config import Loaded, RunConfig, load_config
+from titan_relay.validate import validate
 
 VOCAB_SIZE = 257
 SEQ_LEN = 64

@@ -4,6 +4,7 @@ Pure Python: importing this needs no torch, so every rank can refuse a wrong con
 before a process group starts.
 """
 
+from titan_relay.config.check_model import check_model
 from titan_relay.config.command_line import CommandLine, parse_command_line
 from titan_relay.config.degrees import Degrees, degrees_of
 from titan_relay.config.errors import ConfigError
@@ -12,7 +13,7 @@ from titan_relay.config.load import Loaded, load, load_config
 from titan_relay.config.schema import RunConfig
 from titan_relay.config.settings import Sources
 from titan_relay.config.toml_text import to_toml
-from titan_relay.config.validate import validate, validate_model
+from titan_relay.config.validate import check_keys
 
 __all__ = [
     "CommandLine",
@@ -21,12 +22,12 @@ __all__ = [
     "Loaded",
     "RunConfig",
     "Sources",
+    "check_keys",
+    "check_model",
     "degrees_of",
     "help_text",
     "load",
     "load_config",
     "parse_command_line",
     "to_toml",
-    "validate",
-    "validate_model",
 ]

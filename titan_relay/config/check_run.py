@@ -4,29 +4,8 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
-from titan_relay.config.degrees import divisors, nearest_few
-from titan_relay.config.expectation import either
 from titan_relay.config.schema import AttentionRetentionConfig, RunConfig
 from titan_relay.config.settings import Sources
-
-
-def check_model(config: RunConfig, sources: Sources) -> None:
-    """Raise `ConfigError` for an architecture that cannot be built."""
-    model, moe = config.model, config.model.moe
-    if model.num_kv_heads and model.num_heads % model.num_kv_heads:
-        legal = nearest_few(model.num_kv_heads, divisors(model.num_heads))
-        raise sources.error(
-            "model.num_kv_heads",
-            model.num_kv_heads,
-            f"must divide model.num_heads = {model.num_heads}; "
-            f"use {either([str(each) for each in legal])}",
-        )
-    if moe.top_k > moe.num_experts:
-        raise sources.error(
-            "model.moe.top_k",
-            moe.top_k,
-            f"must be at most model.moe.num_experts = {moe.num_experts}",
-        )
 
 
 def check_schedule(config: RunConfig, sources: Sources) -> None:

@@ -9,9 +9,9 @@ from typing import Literal
 
 from titan_relay.config.option import option, section
 
-# A new family is added here and in the model families of the trainer; keys that not every family
-# has get a neutral default here and a line in check_family.
-Family = Literal["mixtral", "mla_moe", "phimoe", "qwen2_moe", "qwen3_moe"]
+# The families of titan_relay.titan.model.families. A key that not every one has gets a neutral
+# default here and is named in the files of those that have it.
+FamilyName = Literal["mixtral", "mla_moe", "phimoe", "qwen2_moe", "qwen3_moe"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +135,7 @@ class LongRopeConfig:
 class ModelConfig:
     """The architecture. Every number is given; there is no default model."""
 
-    family: Family = option(titan="model_spec.name")
+    family: FamilyName = option(titan="model_spec.name")
     """Architecture the numbers below are put into."""
 
     dim: int = option(at_least=1, titan="Decoder.Config.dim")

@@ -1,4 +1,4 @@
-"""Whether the keys of a configuration go together on a given number of ranks.
+"""Whether the keys of a configuration go together on a given number of ranks, whatever the family.
 
 Each value by itself is already right when a `RunConfig` comes from `load_config`; what is left are
 the rules between keys. Runs on every rank before any process group exists, from numbers and file
@@ -6,13 +6,12 @@ names only, so that all ranks come to the same answer.
 """
 
 from titan_relay.config.check_data import check_data
-from titan_relay.config.check_family import check_family
+from titan_relay.config.check_model import check_model
 from titan_relay.config.check_parallelism import check_parallelism
 from titan_relay.config.check_pipeline import check_pipeline
 from titan_relay.config.check_run import (
     check_checkpoint,
     check_debug,
-    check_model,
     check_profiler,
     check_recompute,
     check_reporting,
@@ -22,7 +21,7 @@ from titan_relay.config.schema import RunConfig
 from titan_relay.config.settings import Sources
 
 
-def validate(
+def check_keys(
     config: RunConfig, world_size: int, sources: Sources | str, *, files: bool = True
 ) -> None:
     """Raise `ConfigError`, naming file, key, value and what would be right, or return.
@@ -34,7 +33,7 @@ def validate(
     """
     if isinstance(sources, str):
         sources = Sources(sources)
-    validate_model(config, sources)
+    check_model(config, sources)
     check_parallelism(config, world_size, sources)
     check_pipeline(config, sources)
     check_schedule(config, sources)
@@ -44,9 +43,3 @@ def validate(
     check_checkpoint(config, sources, files=files)
     check_reporting(config, sources)
     check_data(config, sources, files=files)
-
-
-def validate_model(config: RunConfig, sources: Sources) -> None:
-    """`validate` for [model] alone, where nothing is trained."""
-    check_model(config, sources)
-    check_family(config, sources)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.titan.hf.cases import CASES, Case
-from titan_relay.config import RunConfig, load_config, validate_model
+from titan_relay.config import RunConfig, load_config
+from titan_relay.config.keys import keys
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.hf.architectures import ARCHITECTURES
+from titan_relay.config.schema_model import FamilyName
 from titan_relay.titan.hf.config_json import (
     config_of,
     first_difference,
@@ -22,6 +23,8 @@ from titan_relay.titan.hf.config_json import (
     value_of,
 )
 from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.model.families import FAMILIES
+from titan_relay.validate import validate_model
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 # Keys of a case that say how it is trained; a config.json does not know them.
@@ -61,10 +64,25 @@ def test_config_json_becomes_the_model_section_and_back(case: Case, tmp_path: Pa
         assert getattr(again, name) == getattr(config, name), name
 
 
-def test_every_family_has_an_architecture() -> None:
-    from titan_relay.titan.model.families import FAMILIES
+def test_the_configurations_names_of_families_are_those_that_there_are() -> None:
+    assert set(get_args(FamilyName)) == set(FAMILIES)
 
-    assert set(FAMILIES) <= {each.family for each in ARCHITECTURES}
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_that_a_family_names_exist(name: str) -> None:
+    """A key misspelt in a family's file would be one that is never checked, or never read."""
+    family = FAMILIES[name]
+    named = [*family.parts, *family.only]
+    for each in family.architectures:
+        named += [f"model.{toml}" for toml in (*each.fixed, *(key.toml for key in each.keys))]
+    assert set(named) <= set(keys())
+
+
+def test_dense_layers_behind_others_are_refused() -> None:
+    config = transformers_config(next(case for case in CASES if case.config == "Glm4MoeLiteConfig"))
+    kinds = ["sparse", "dense"] + ["sparse"] * (config.num_hidden_layers - 2)
+    with pytest.raises(HfError, match="mlp_layer_types: family mla_moe has its dense layers first"):
+        model_of(config.to_dict() | {"mlp_layer_types": kinds})
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.titan.hf.cases import CASES, Case
 from tests.titan.hf.ranks import Differences, Job, Layout, compare_all
 from tests.titan.hf.reference import NUM_ROWS, write_reference
 from tests.titan.runs import a_run, config_file, layout, write_data
-from titan_relay.config.schema_model import Family
+from titan_relay.config.schema_model import FamilyName
 
 # Float32 sums in another order. Differences are relative to a tensor's largest value.
 TOLERANCE = 1e-5
@@ -127,4 +127,4 @@ def test_hf_parity_table(
         print()
         for (family, layout), (difference, name) in worst.items():
             print(f"{family:10} {layout:24} {difference:.1e}  {name}")
-    assert {family for family, _ in worst} == set(get_args(Family))
+    assert {family for family, _ in worst} == set(get_args(FamilyName))

@@ -10,8 +10,9 @@ from titan_relay.config.keys import REQUIRED as NO_DEFAULT
 from titan_relay.config.keys import keys
 from titan_relay.config.schema import ModelConfig
 from titan_relay.config.toml_text import toml_value
-from titan_relay.titan.hf.architectures import ARCHITECTURES, REQUIRED, Architecture, Key
 from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.model.families import FAMILIES
+from titan_relay.titan.model.families.architecture import REQUIRED, Architecture, HfKey
 
 # Number of layers behind the model's own that only predict further tokens, as files call it.
 MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -27,16 +28,17 @@ class Difference:
     theirs: Any
 
 
-def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a `config.json`, by its `model_type`.
+def architecture_of(config: Mapping[str, Any]) -> tuple[str, Architecture]:
+    """The family and the architecture of a `config.json`, by its `model_type`.
 
     Raises:
         HfError: no family of this project is of that type.
     """
-    for each in ARCHITECTURES:
+    there = [(name, each) for name, family in FAMILIES.items() for each in family.architectures]
+    for name, each in there:
         if each.model_type == config.get("model_type"):
-            return each
-    known = ", ".join(each.model_type for each in ARCHITECTURES)
+            return name, each
+    known = ", ".join(each.model_type for _, each in there)
     raise HfError(
         f"config.json: model_type = {config.get('model_type')!r}: no family for it; there are "
         f"families for {known}"
@@ -65,27 +67,27 @@ def model_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         HfError: an unknown architecture, a key that is missing, or a value that the family lacks.
     """
-    architecture = architecture_of(config)
+    family, architecture = architecture_of(config)
     flat = _completed(normalised(config), architecture)
     for name, allowed in architecture.only.items():
         if name in flat and flat[name] not in allowed:
             raise HfError(
-                f"config.json: {name} = {flat[name]!r}: family {architecture.family} computes only "
+                f"config.json: {name} = {flat[name]!r}: family {family} computes only "
                 f"{' or '.join(repr(each) for each in allowed)}"
             )
-    _refuse_window(flat, architecture)
+    _refuse_window(flat, family, architecture)
     if flat.get("partial_rotary_factor") not in (None, 1):
         raise HfError(
             f"config.json: partial_rotary_factor = {flat['partial_rotary_factor']}: every family "
             "rotates whole heads"
         )
-    values = {"family": architecture.family, **architecture.fixed}
+    values = {"family": family, **architecture.fixed}
     for key in architecture.keys:
         values[key.toml] = _read(key, flat)
     return values
 
 
-def _refuse_window(config: Mapping[str, Any], architecture: Architecture) -> None:
+def _refuse_window(config: Mapping[str, Any], family: str, architecture: Architecture) -> None:
     """Attention here sees the whole sequence; a window as long as the longest one is none."""
     if "use_sliding_window" in architecture.only:
         return  # the class reads the window only if that is true, which is refused
@@ -93,14 +95,17 @@ def _refuse_window(config: Mapping[str, Any], architecture: Architecture) -> Non
     if window is not None and window < longest:
         raise HfError(
             f"config.json: sliding_window = {window} is shorter than max_position_embeddings = "
-            f"{longest}: family {architecture.family} has no such window"
+            f"{longest}: family {family} has no such window"
         )
 
 
-def _read(key: Key, config: Mapping[str, Any]) -> Any:
+def _read(key: HfKey, config: Mapping[str, Any]) -> Any:
     for name in key.names:
-        if config.get(name) is not None:
-            return config[name] if key.read is None else key.read(config[name], config)
+        if (value := config.get(name)) is not None:
+            try:
+                return value if key.read is None else key.read(value, config)
+            except ValueError as error:
+                raise HfError(f"config.json: {name}: {error}") from error
     return key.default(config) if callable(key.default) else key.default
 
 
@@ -130,7 +135,7 @@ def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     Raises:
         HfError: Hugging Face's class cannot compute this model.
     """
-    architecture = next(each for each in ARCHITECTURES if each.family == model.family)
+    architecture = FAMILIES[model.family].architectures[0]
     for toml, value in architecture.fixed.items():
         if value_of(model, toml) != value:
             raise HfError(
@@ -159,7 +164,7 @@ def first_difference(model: ModelConfig, config: Mapping[str, Any]) -> Differenc
     Raises:
         HfError: as `model_of`.
     """
-    architecture = architecture_of(config)
+    _, architecture = architecture_of(config)
     theirs = model_of(config)
     names = {key.toml: key.names[0] for key in architecture.keys if not key.choice}
     for toml in ("family", *names, *architecture.fixed):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_relay.config import ConfigError, RunConfig, degrees_of, validate
+from titan_relay.config import ConfigError, RunConfig, check_keys, degrees_of
 from titan_relay.config.degrees import global_batch_size, loss_chunks
 from titan_relay.measure.devices import Device
 from titan_relay.titan.plan.extrapolate import peak_of
@@ -99,7 +99,7 @@ def _valid(
         if not proposal:
             continue
         try:
-            validate(with_settings(run, proposal), world_size, "proposal", files=False)
+            check_keys(with_settings(run, proposal), world_size, "proposal", files=False)
         except ConfigError:
             continue
         yield proposal

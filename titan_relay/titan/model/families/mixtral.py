@@ -7,8 +7,9 @@ divided by the sum of the top k's: `score_func = "softmax"` with `route_norm = t
 from __future__ import annotations
 
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.model.families import adapter, parts
+from titan_relay.titan.model.families import adapter, architecture, parts
 from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
+from titan_relay.titan.model.families.family import Family
 
 
 class Adapter(adapter.Adapter):
@@ -29,3 +30,19 @@ def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
         ffn_norm=parts.rms_norm(model.dim, model.norm_eps),
         moe=parts.moe(model),
     )
+
+
+FAMILY = Family(
+    build=build,
+    adapter=Adapter,
+    architectures=(
+        architecture.Architecture(
+            model_type="mixtral",
+            class_name="MixtralForCausalLM",
+            keys=(*architecture.GQA, *architecture.LOCAL_EXPERTS),
+            fixed=architecture.SOFTMAX | {"moe.route_norm": True},
+            only=architecture.PLAIN,
+        ),
+    ),
+    needs=("model.num_kv_heads", "model.head_dim"),
+)

@@ -8,7 +8,9 @@ applies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE
@@ -17,10 +19,10 @@ from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_conf
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.model.families import parts
+from titan_relay.titan.model.families import architecture, parts
+from titan_relay.titan.model.families.architecture import Architecture, HfKey
 from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
-
-Adapter = DeepSeekV3StateDictAdapter
+from titan_relay.titan.model.families.family import Family
 
 
 class MLADecoder(RelayDecoder):
@@ -105,3 +107,115 @@ def _attention(model: ModelConfig, *, cpu: bool) -> Attention.Config:
 
 def _latent_norm(model: ModelConfig, dim: int) -> RMSNorm.Config:
     return parts.rms_norm(dim, model.mla.latent_norm_eps)
+
+
+def _dense_layers(value: Any, config: Mapping[str, Any]) -> int:
+    """A number of leading layers, or the kind of each layer."""
+    if isinstance(value, int):
+        return value
+    kinds = list(value)
+    count = kinds.count("dense")
+    if kinds != ["dense"] * count + ["sparse"] * (len(kinds) - count):
+        raise ValueError("family mla_moe has its dense layers first")
+    return count
+
+
+def _dense_dim(value: Any, config: Mapping[str, Any]) -> int:
+    kinds = config.get("mlp_layer_types")
+    has_dense = "dense" in kinds if kinds else config.get("first_k_dense_replace", 1)
+    return int(value) if has_dense else 0
+
+
+_KEYS = (
+    *architecture.SHARED,
+    # A model without dense layers still has to say a width.
+    HfKey(
+        "dense_dim",
+        ("intermediate_size",),
+        read=_dense_dim,
+        write=lambda model: model.dense_dim or model.moe.expert_dim,
+    ),
+    HfKey(
+        "mla.q_lora_rank",
+        ("q_lora_rank",),
+        default=0,
+        write=lambda model: model.mla.q_lora_rank or None,
+    ),
+    HfKey("mla.kv_lora_rank", ("kv_lora_rank",)),
+    HfKey("mla.qk_nope_head_dim", ("qk_nope_head_dim",)),
+    HfKey("mla.qk_rope_head_dim", ("qk_rope_head_dim",)),
+    HfKey("mla.v_head_dim", ("v_head_dim",)),
+    HfKey("moe.num_experts", ("n_routed_experts",)),
+    HfKey("moe.expert_dim", ("moe_intermediate_size",)),
+    HfKey(
+        "moe.shared_expert_dim",
+        ("n_shared_experts",),
+        default=0,
+        read=lambda count, config: count * config["moe_intermediate_size"],
+        write=lambda model: model.moe.shared_expert_dim // model.moe.expert_dim,
+    ),
+    HfKey("moe.route_norm", ("norm_topk_prob",)),
+    HfKey("moe.route_scale", ("routed_scaling_factor",)),
+    HfKey("moe.num_expert_groups", ("n_group",)),
+    HfKey("moe.num_limited_groups", ("topk_group",)),
+)
+_FIXED = {
+    "moe.score_func": "sigmoid",
+    "mla.latent_norm_eps": 1e-6,  # a constant in both classes
+    "num_kv_heads": 0,
+    "head_dim": 0,
+}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    **architecture.PLAIN,
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "rope_interleave": (True, None),
+    "attention_bias": (False,),
+}
+_DEEPSEEK_V3 = Architecture(
+    model_type="deepseek_v3",
+    class_name="DeepseekV3ForCausalLM",
+    keys=(*_KEYS, HfKey("num_dense_layers", ("first_k_dense_replace",))),
+    fixed=_FIXED,
+    only=_ONLY,
+    extra=lambda model: {
+        "num_key_value_heads": model.num_heads,
+        "num_nextn_predict_layers": 0,  # the class's default is 1
+    },
+)
+_GLM4_MOE_LITE = Architecture(
+    model_type="glm4_moe_lite",
+    class_name="Glm4MoeLiteForCausalLM",
+    keys=(
+        *_KEYS,
+        HfKey(
+            "num_dense_layers",
+            ("mlp_layer_types", "first_k_dense_replace"),
+            default=1,
+            read=_dense_layers,
+        ),
+    ),
+    fixed=_FIXED,
+    only=_ONLY,
+)
+
+FAMILY = Family(
+    build=build,
+    adapter=DeepSeekV3StateDictAdapter,
+    architectures=(_DEEPSEEK_V3, _GLM4_MOE_LITE),
+    needs=(
+        "model.mla.kv_lora_rank",
+        "model.mla.qk_nope_head_dim",
+        "model.mla.qk_rope_head_dim",
+        "model.mla.v_head_dim",
+    ),
+    may_have=(
+        "model.num_dense_layers",
+        "model.dense_dim",
+        "model.moe.shared_expert_dim",
+        "model.moe.num_expert_groups",
+        "model.moe.num_limited_groups",
+        "model.mla.q_lora_rank",
+        "model.mla.latent_norm_eps",
+    ),
+)

@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchtitan.models.common.rope import RoPE
 
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.model.families import adapter, parts
+from titan_relay.titan.model.families import adapter, architecture, parts
+from titan_relay.titan.model.families.architecture import HfKey
 from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
+from titan_relay.titan.model.families.family import Family
 from titan_relay.titan.model.low_memory import CosSinRoPE
 from titan_relay.titan.model.sparsemixer import SparseMixerRouter
 
@@ -109,3 +113,91 @@ class LongRoPE(CosSinRoPE):
         angle = torch.outer(torch.arange(config.max_seq_len).float(), frequency)
         angle = torch.cat([angle, angle], dim=-1)
         return torch.cat([angle.cos(), angle.sin()], dim=-1) * mscale
+
+
+def _if_longrope(value: Any, config: Mapping[str, Any]) -> int:
+    return int(value) if config["rope_type"] == "longrope" else 0
+
+
+def _floats(value: Any, config: Mapping[str, Any]) -> tuple[float, ...]:
+    return tuple(float(each) for each in value)
+
+
+def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
+    """LongRoPE, where the model has it."""
+    numbers = model.longrope
+    if not numbers.original_max_seq_len:
+        return architecture.plain_rope(model)
+    return {
+        "rope_type": "longrope",
+        "rope_theta": model.rope_theta,
+        "original_max_position_embeddings": numbers.original_max_seq_len,
+        "short_factor": list(numbers.short_factor),
+        "long_factor": list(numbers.long_factor),
+        "short_mscale": numbers.short_mscale,
+        "long_mscale": numbers.long_mscale,
+    }
+
+
+FAMILY = Family(
+    build=build,
+    adapter=Adapter,
+    architectures=(
+        architecture.Architecture(
+            model_type="phimoe",
+            class_name="PhimoeForCausalLM",
+            keys=(
+                *architecture.GQA,
+                *architecture.LOCAL_EXPERTS,
+                HfKey("moe.router_jitter", ("router_jitter_noise",)),
+                HfKey("moe.input_jitter", ("input_jitter_noise",), default=0.0, choice=True),
+                HfKey(
+                    "longrope.original_max_seq_len",
+                    ("original_max_position_embeddings",),
+                    default=0,
+                    read=_if_longrope,
+                    in_rope=True,
+                ),
+                *(
+                    HfKey(f"longrope.{name}", (name,), default=(), read=_floats, in_rope=True)
+                    for name in ("short_factor", "long_factor")
+                ),
+                *(
+                    HfKey(f"longrope.{name}", (name,), default=1.0, in_rope=True)
+                    for name in ("short_mscale", "long_mscale")
+                ),
+            ),
+            fixed={
+                "moe.score_func": "sparsemixer",
+                "moe.route_norm": False,
+                "moe.route_scale": 1.0,
+            },
+            only={
+                **architecture.PLAIN,
+                "rope_type": ("default", "longrope"),
+                "attention_bias": (True,),
+                "lm_head_bias": (True,),
+            },
+            rope=_rope_parameters,
+        ),
+    ),
+    needs=("model.num_kv_heads", "model.head_dim"),
+    may_have=(
+        "model.moe.router_jitter",
+        "model.moe.input_jitter",
+        "model.longrope.original_max_seq_len",
+        "model.longrope.short_factor",
+        "model.longrope.long_factor",
+        "model.longrope.short_mscale",
+        "model.longrope.long_mscale",
+    ),
+    only={
+        "model.moe.score_func": (("sparsemixer",), 'routes by "sparsemixer"'),
+        "model.moe.top_k": ((2,), "picks two experts per token; use 2"),
+        "model.moe.route_norm": ((False,), "does not normalise its weights; use false"),
+        "model.moe.load_balance_coeff": (
+            (None, 0),
+            "has no balancing bias; use 0, and model.moe.aux_loss_coeff to balance",
+        ),
+    },
+)

@@ -5,8 +5,10 @@ renormalisation, and one shared expert behind a sigmoid gate.
 from __future__ import annotations
 
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.model.families import adapter, parts
+from titan_relay.titan.model.families import adapter, architecture, parts
+from titan_relay.titan.model.families.architecture import HfKey
 from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
+from titan_relay.titan.model.families.family import Family
 
 
 class Adapter(adapter.Adapter):
@@ -34,3 +36,23 @@ def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
         ffn_norm=parts.rms_norm(model.dim, model.norm_eps),
         moe=parts.moe(model, shared_experts=parts.gated_feed_forward(model)),
     )
+
+
+FAMILY = Family(
+    build=build,
+    adapter=Adapter,
+    architectures=(
+        architecture.Architecture(
+            model_type="qwen2_moe",
+            class_name="Qwen2MoeForCausalLM",
+            keys=(
+                *architecture.GQA,
+                *architecture.QWEN_EXPERTS,
+                HfKey("moe.shared_expert_dim", ("shared_expert_intermediate_size",)),
+            ),
+            fixed=architecture.SOFTMAX,
+            only=architecture.QWEN_PLAIN | {"qkv_bias": (True,)},
+        ),
+    ),
+    needs=("model.num_kv_heads", "model.head_dim", "model.moe.shared_expert_dim"),
+)

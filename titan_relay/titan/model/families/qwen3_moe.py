@@ -8,10 +8,9 @@ from __future__ import annotations
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.model.families import parts
+from titan_relay.titan.model.families import architecture, parts
 from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
-
-Adapter = Qwen3StateDictAdapter
+from titan_relay.titan.model.families.family import Family
 
 
 def build(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDecoder.Config:
@@ -26,3 +25,19 @@ def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
         ffn_norm=parts.rms_norm(model.dim, model.norm_eps),
         moe=parts.moe(model),
     )
+
+
+FAMILY = Family(
+    build=build,
+    adapter=Qwen3StateDictAdapter,
+    architectures=(
+        architecture.Architecture(
+            model_type="qwen3_moe",
+            class_name="Qwen3MoeForCausalLM",
+            keys=(*architecture.GQA, *architecture.QWEN_EXPERTS),
+            fixed=architecture.SOFTMAX,
+            only=architecture.QWEN_PLAIN | {"attention_bias": (False,)},
+        ),
+    ),
+    needs=("model.num_kv_heads", "model.head_dim"),
+)
