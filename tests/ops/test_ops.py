@@ -10,8 +10,6 @@ from torch._subclasses import FakeTensorMode
 from tests.ops import reference
 from titan_relay import ops
 from titan_relay.measure import LiveBytes
-from titan_relay.ops import attention as attention_module
-from titan_relay.ops import row_chunks
 
 # Float32 sums of up to a hundred products; bfloat16 rounds results once, to 2^-9 relative.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -86,12 +84,34 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.fixture(params=["one chunk", "many chunks"])
-def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "many chunks":
-        monkeypatch.setattr(row_chunks, "_CPU_CHUNK_BYTES", 512)
-        monkeypatch.setattr(attention_module, "_BLOCK_BYTES", 256)
-        monkeypatch.setattr(attention_module, "_LEAST_QUERIES", 2)
+def attention_of(num_rows: int, num_tokens: int, num_heads: int, num_groups: int) -> Case:
+    """Documents of up to a hundred tokens, the first row's mask for all."""
+    positions = torch.arange(num_tokens).remainder(97).expand(num_rows, num_tokens)
+    mask = mask_of(positions)
+    shapes = [(num_rows, num_tokens, heads, 4) for heads in (num_heads, num_groups, num_groups)]
+    return (
+        lambda q, k, v: ops.document_attention(q, k, v, mask, 0.4),
+        lambda q, k, v: reference.attention(q, k, v, mask.allowed(), 0.4),
+        [random(*shape, seed=seed) for seed, shape in enumerate(shapes)],
+    )
+
+
+LONG_POSITIONS = torch.arange(700).expand(2, 700)
+LONG_TABLE = table_of(6, 700, 100.0).float()
+
+# More rows than one chunk, or one block of probabilities, has room for.
+LARGE_CASES: dict[str, Case] = {
+    "rms_norm": (*CASES["rms_norm"][:2], [random(4096, 64), random(64, seed=1)]),
+    "float32_linear": (*CASES["float32_linear"][:2], [random(4096, 64), random(8, 64, seed=1)]),
+    "rope": (
+        lambda x: ops.rope(x, LONG_TABLE, LONG_POSITIONS),
+        lambda x: reference.rope(x, 100.0, LONG_POSITIONS),
+        [random(2, 700, 16, 6)],
+    ),
+    "attention, queries in blocks": attention_of(1, 800, 2, 1),
+    "attention, heads in blocks": attention_of(1, 300, 8, 8),
+    "attention, rows in blocks": attention_of(9, 300, 1, 1),
+}
 
 
 def value_and_gradients(
@@ -104,11 +124,8 @@ def value_and_gradients(
     return [out.detach(), *gradients]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.usefixtures("chunks")
-def test_values_and_gradients_are_those_of_float64(name: str, dtype: torch.dtype) -> None:
-    function, expected_function, tensors = CASES[name]
+def assert_close_to_float64(case: Case, dtype: torch.dtype) -> None:
+    function, expected_function, tensors = case
     rounded = [tensor.to(dtype).double() for tensor in tensors]
     actual = value_and_gradients(function, tensors, dtype)
     for mine, wanted in zip(
@@ -117,11 +134,22 @@ def test_values_and_gradients_are_those_of_float64(name: str, dtype: torch.dtype
         assert mine.shape == wanted.shape
         scale = wanted.abs().max() if wanted.numel() else 1.0
         # The output's gradient is rounded too, so two roundings for what follows from it.
-        assert ((mine.double() - wanted).abs() <= 2 * TOLERANCE[dtype] * scale).all(), name
+        assert ((mine.double() - wanted).abs() <= 2 * TOLERANCE[dtype] * scale).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_float64(name: str, dtype: torch.dtype) -> None:
+    assert_close_to_float64(CASES[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LARGE_CASES)
+def test_many_chunks_give_what_one_would(name: str, dtype: torch.dtype) -> None:
+    assert_close_to_float64(LARGE_CASES[name], dtype)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.usefixtures("chunks")
 def test_gradcheck(name: str) -> None:
     function, _, tensors = CASES[name]
     if "rope" in name:  # a float64 table for a float64 input
@@ -131,7 +159,8 @@ def test_gradcheck(name: str) -> None:
             return ops.rope(x, TABLE, positions)
 
     if tensors[0].numel():
-        assert torch.autograd.gradcheck(function, [t.clone().requires_grad_() for t in tensors])
+        inputs = [t.clone().requires_grad_() for t in tensors]
+        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
 
 
 OP_CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {

@@ -1,11 +1,14 @@
 """Initial weights: a function of seed, name and global index, with the right distribution."""
 
-import pytest
 import torch
 
 from tests.titan.tiny import tiny_model
-from titan_relay.titan.model import init
-from titan_relay.titan.model.init import counter_normal, fill_normal, parameter_key
+from titan_relay.titan.model.init import (
+    counter_normal,
+    fill_normal,
+    global_index,
+    parameter_key,
+)
 
 
 def test_distribution_is_normal() -> None:
@@ -23,13 +26,13 @@ def test_neighbouring_keys_and_indices_are_uncorrelated() -> None:
         assert abs((x * y).mean()) < 4 / len(x) ** 0.5
 
 
-def test_a_part_has_the_values_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "_CHUNK_ELEMENTS", 7)  # chunks that cut rows
-    whole = torch.empty(5, 3, 4)
+def test_a_part_has_the_values_of_the_whole() -> None:
+    whole = torch.empty(5, 999, 1001)  # more than is computed at a time, which cuts rows
     fill_normal(whole, key=11, std=1.0)
-    index = init._global_index(torch.arange(2 * 3 * 2), (2, 3, 2), (5, 3, 4), (2, 0, 1))
-    part = counter_normal(index, 11, 1.0).view(2, 3, 2)
-    assert torch.equal(part, whole[2:4, :, 1:3])
+    local_shape, offset = (2, 333, 77), (3, 666, 700)
+    index = global_index(torch.arange(2 * 333 * 77), local_shape, tuple(whole.shape), offset)
+    part = counter_normal(index, 11, 1.0).view(local_shape)
+    assert torch.equal(part, whole[3:5, 666:999, 700:777])
 
 
 def test_no_two_experts_start_equal() -> None:

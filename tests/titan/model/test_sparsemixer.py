@@ -35,7 +35,7 @@ def _keys(num_tokens: int, seed: int = 0, step: int = 1) -> torch.Tensor:
 def test_picks_follow_the_softmax_of_those_that_compete() -> None:
     router = _router(jitter=0.08)
     logits = LOGITS.expand(1, 40_000, 6)
-    ids = router._route(logits, router.draw(_keys(40_000), layer=0)).expert_ids_BLK[0]
+    ids = router.route_logits(logits, router.draw(_keys(40_000), layer=0)).expert_ids_BLK[0]
     # Within 2 * 0.08 * 2.0 of the best: experts 0, 1 and 3 (2.0, 1.9, 1.7).
     expected = torch.softmax(LOGITS[[0, 1, 3]], 0)
     share = torch.bincount(ids[:, 0], minlength=6)[[0, 1, 3]] / 40_000
@@ -52,7 +52,7 @@ def test_picks_follow_the_softmax_of_those_that_compete() -> None:
 
 def test_a_third_of_the_weight_in_three_of_four_picks_that_are_not_the_best() -> None:
     router = _router(jitter=0.08)
-    routing = router._route(LOGITS.expand(1, 40_000, 6), router.draw(_keys(40_000), layer=0))
+    routing = router.route_logits(LOGITS.expand(1, 40_000, 6), router.draw(_keys(40_000), layer=0))
     probs = torch.softmax(LOGITS[[0, 1, 3]], 0)
     ids, scores = routing.expert_ids_BLK[0, :, 0], routing.scores_BLK[0, :, 0]
     assert torch.equal(scores[ids == 0], probs[0].expand(int((ids == 0).sum())))
@@ -87,7 +87,7 @@ def test_a_logit_that_is_no_number_still_gives_two_experts(value: float, sampled
     logits = LOGITS.repeat(1, 6, 1)
     for token in range(6):
         logits[0, token, : token + 1] = value  # one such logit up to all of them
-    ids = router._route(logits, draws).expert_ids_BLK
+    ids = router.route_logits(logits, draws).expert_ids_BLK
     assert ((ids >= 0) & (ids < 6)).all()
     assert (ids[..., 0] != ids[..., 1]).all()
 

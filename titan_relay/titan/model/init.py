@@ -36,7 +36,7 @@ def _local_block(param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tu
     return local, tuple(param.shape), offset
 
 
-def _global_index(
+def global_index(
     flat: torch.Tensor,
     local_shape: tuple[int, ...],
     shape: tuple[int, ...],
@@ -67,7 +67,7 @@ def fill_normal(param: torch.Tensor, *, key: int, std: float) -> None:
     for start in range(0, local.numel(), _CHUNK_ELEMENTS):
         stop = min(start + _CHUNK_ELEMENTS, local.numel())
         flat = torch.arange(start, stop, dtype=torch.int64, device=local.device)
-        index = _global_index(flat, tuple(local.shape), shape, offset)
+        index = global_index(flat, tuple(local.shape), shape, offset)
         flat_values[start:stop] = counter_normal(index, key, std).to(local.dtype)
     if values is not local:
         local.copy_(values)

@@ -69,9 +69,9 @@ class SparseMixerRouter(Router):
             return super().forward(x_BLD)
         logits_BLE = self.gate(x_BLD)
         if not isinstance(logits_BLE, DTensor):
-            return self._route(logits_BLE, draws)
+            return self.route_logits(logits_BLE, draws)
         mesh, placements = logits_BLE.device_mesh, logits_BLE.placements
-        local = self._route(logits_BLE.to_local(), draws)
+        local = self.route_logits(logits_BLE.to_local(), draws)
         return Routing(
             *(
                 DTensor.from_local(t, mesh, placements, run_check=False)
@@ -79,7 +79,8 @@ class SparseMixerRouter(Router):
             )
         )
 
-    def _route(self, logits_BLE: torch.Tensor, draws: Draws | None) -> Routing:
+    def route_logits(self, logits_BLE: torch.Tensor, draws: Draws | None) -> Routing:
+        """Route tokens with these logits `(B, L, E)`, at random where there are draws."""
         first, second = (None, None) if draws is None else _per_pick(draws)
         none_taken = torch.zeros_like(logits_BLE, dtype=torch.bool)
         first_BL1, first_score_BL1 = self._pick(logits_BLE, none_taken, first)
