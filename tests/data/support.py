@@ -66,6 +66,7 @@ def open_reader(
     num_lanes: int = 4,
     seq_len: int = 16,
     seed: int = 1,
+    **sizes: Any,
 ) -> LaneReader:
     return LaneReader(
         config,
@@ -74,6 +75,7 @@ def open_reader(
         num_lanes=num_lanes,
         lanes=range(num_lanes) if lanes is None else lanes,
         seed=seed,
+        **sizes,
     )
 
 

@@ -1,6 +1,7 @@
 """Streamed datasets: same lanes, exact resume, on folders that stand in for the hub."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,17 +10,23 @@ from tests.data.support import (
     byte_tokenizer,
     equal_rows,
     numbered_texts,
-    open_reader,
     read_numbers,
     write_jsonl,
 )
-from titan_relay.config.schema_data import DataConfig
-from titan_relay.data import DataError, num_valid_tokens
+from tests.data.support import open_reader as open_any_reader
+from titan_relay.config.schema_data import DataConfig, MixtureEntry
+from titan_relay.data import DataError, LaneReader, num_valid_tokens
+from titan_relay.data.hub_stream import HubStream, StreamSizes
+
+SMALL = StreamSizes(window=7)
+
+
+def open_reader(*arguments: Any, sizes: StreamSizes = SMALL, **options: Any) -> LaneReader:
+    return open_any_reader(*arguments, stream_sizes=sizes, **options)
 
 
 @pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("titan_relay.data.hub_stream.WINDOW_DOCUMENTS", 7)
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -85,18 +92,21 @@ def test_resume_opens_the_shard_of_the_bookmark_not_the_first(tmp_path: Path, fo
     state = reader.state_dict()
     resumed = open_reader(config, byte_tokenizer(tmp_path), num_lanes=1, seq_len=64)
     resumed.load_state_dict(state)
-    source = resumed._sources[0].source
-    assert source._shard == 2  # type: ignore[attr-defined]
-    assert source._next_index >= 26  # type: ignore[attr-defined]
+    for shard in (0, 1):
+        (folder / f"train-{shard}.jsonl").write_text('{"text": "half')
+    expected = [next(reader) for _ in range(3)]  # not yet the next epoch
+    assert all(equal_rows(next(resumed), row) for row in expected)
 
 
-def test_memory_stays_at_a_few_windows(tmp_path: Path, folder: Path) -> None:
-    reader = open_reader(DataConfig(dataset=str(folder)), byte_tokenizer(tmp_path))
-    source = reader._sources[0].source
-    for _ in range(300):  # about 12 epochs; lanes drift apart by some tens of documents
-        reader.next_rows()
-        assert len(source._held) < 80  # type: ignore[attr-defined]
-        assert len(source._bookmarks) < 20  # type: ignore[attr-defined]
+def test_memory_stays_at_a_few_windows(folder: Path) -> None:
+    entry = MixtureEntry(name="data", weight=1.0, dataset=str(folder))
+    order = {"seed": 1, "shuffle": True, "infinite": True}
+    source = HubStream(entry, **order, num_lanes=4, lanes=range(4), sizes=SMALL)
+    for number in range(120):  # 12 epochs; the last lane is three documents of its own behind
+        for lane in range(4):
+            if lane < 3 or number >= 3:
+                source.read(4 * (number - 3 * (lane == 3)) + lane)
+        assert source.num_waiting < 30
 
 
 def test_a_finite_stream_ends_in_padding(tmp_path: Path, folder: Path) -> None:
@@ -133,13 +143,11 @@ def test_a_stream_of_bad_documents_ends(tmp_path: Path, infinite: bool) -> None:
         next(reader)
 
 
-def test_a_wrong_column_is_noticed_early(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("titan_relay.data.hub_stream._MAX_BAD_AT_START", 10)
+def test_a_wrong_column_is_noticed_early(tmp_path: Path, folder: Path) -> None:
+    sizes = StreamSizes(window=7, max_bad_at_start=10)
     config = DataConfig(dataset=str(folder), text_column="content")
     with pytest.raises(DataError) as caught:
-        open_reader(config, byte_tokenizer(tmp_path)).next_rows()
+        open_reader(config, byte_tokenizer(tmp_path), sizes=sizes).next_rows()
     assert 'no column "content" (data.text_column); columns present: text' in str(caught.value)
 
 

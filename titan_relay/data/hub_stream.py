@@ -1,7 +1,7 @@
 """A `datasets` hub dataset as a stream of documents that resumes exactly.
 
 Order: the shards of the dataset in an order drawn from (seed, epoch); within a shard, windows of
-`WINDOW_DOCUMENTS` documents, each shuffled by itself. Unlike the shuffle buffer of `datasets`,
+2048 documents (`StreamSizes`), each shuffled by itself. Unlike the shuffle buffer of `datasets`,
 whose content is lost on resume, a window is a function of its place, so a place
 (`[first running index, epoch, shard, offset in the shard]`, a bookmark) is all there is to save.
 
@@ -15,6 +15,7 @@ document.
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -32,9 +33,20 @@ from titan_relay.data.order import SeededPermutation
 
 logger = logging.getLogger(__name__)
 
-WINDOW_DOCUMENTS = 2048
-# A dataset whose first documents are all bad has the wrong text_column, not bad luck.
-_MAX_BAD_AT_START = 10_000
+
+@dataclass(frozen=True)
+class StreamSizes:
+    """How much is read.
+
+    window: documents that are shuffled together. max_bad_at_start: a dataset whose first documents
+    are all bad, as many as that, has the wrong text_column, not bad luck.
+    """
+
+    window: int = 2048
+    max_bad_at_start: int = 10_000
+
+
+STREAM_SIZES = StreamSizes()
 
 
 class HubStream:
@@ -51,8 +63,10 @@ class HubStream:
         infinite: bool,
         num_lanes: int,
         lanes: range,
+        sizes: StreamSizes = STREAM_SIZES,
     ) -> None:
         self.name = entry.name
+        self._sizes = sizes
         self._entry, self._seed = entry, seed
         self._shuffle, self.infinite = shuffle, infinite
         self._num_lanes, self._lanes = num_lanes, lanes
@@ -72,6 +86,11 @@ class HubStream:
     def _title(self) -> str:
         subset = f" {self._entry.subset}" if self._entry.subset else ""
         return f"{self._entry.dataset}{subset} ({self._entry.split})"
+
+    @property
+    def num_waiting(self) -> int:
+        """Documents that wait for their lane, and places in the stream that are kept for a seek."""
+        return len(self._held) + len(self._bookmarks)
 
     @property
     def max_bad_in_a_row(self) -> int | None:
@@ -146,7 +165,7 @@ class HubStream:
 
     def _next_rows(self) -> list[tuple[int, Any]]:
         try:
-            rows: list[tuple[int, Any]] = list(islice(self._examples, WINDOW_DOCUMENTS))
+            rows: list[tuple[int, Any]] = list(islice(self._examples, self._sizes.window))
         except Exception as error:  # whatever the hub's readers raise for broken files or network
             raise DataError(
                 f"source {self.name}: cannot read {self._title}, shard {self._shard}, "
@@ -187,7 +206,7 @@ class HubStream:
             self._bookmarks.popleft()
 
     def _require_usable_start(self) -> None:
-        if not self._any_usable and self._next_index >= _MAX_BAD_AT_START:
+        if not self._any_usable and self._next_index >= self._sizes.max_bad_at_start:
             self._raise_unusable(self._next_index)
 
     def _raise_unusable(self, num_read: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from titan_relay.config.schema_data import DataConfig
 from titan_relay.data.documents import DataError, SkipPolicy
+from titan_relay.data.hub_stream import STREAM_SIZES, StreamSizes
 from titan_relay.data.lane import IGNORE_INDEX, Lane, PackedRow
 from titan_relay.data.sources import build_sources
 from titan_relay.data.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ class LaneReader:
         num_lanes: rows of the global batch.
         lanes: the consecutive lanes this rank owns.
         seed: of the documents' order.
+        stream_sizes: how much of a streamed dataset is read at a time.
 
     Raises:
         DataError: files missing or unusable (here), a bad document under "stop" (when read).
@@ -56,6 +58,7 @@ class LaneReader:
         num_lanes: int,
         lanes: range,
         seed: int,
+        stream_sizes: StreamSizes = STREAM_SIZES,
     ) -> None:
         assert lanes.step == 1
         assert 0 <= lanes.start < lanes.stop <= num_lanes
@@ -67,6 +70,7 @@ class LaneReader:
             num_lanes=num_lanes,
             lanes=lanes,
             num_tokens=lambda text: len(tokenizer.encode(text)),
+            stream_sizes=stream_sizes,
         )
         self._skips = SkipPolicy(data_config.bad_documents)
         self._lanes = [

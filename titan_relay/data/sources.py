@@ -12,7 +12,7 @@ from typing import Protocol
 
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
 from titan_relay.data.documents import DataError, Row, max_bad_in_a_row
-from titan_relay.data.hub_stream import HubStream
+from titan_relay.data.hub_stream import STREAM_SIZES, HubStream, StreamSizes
 from titan_relay.data.local_files import LocalDocuments
 from titan_relay.data.order import SeededPermutation
 
@@ -108,6 +108,7 @@ def build_sources(
     num_lanes: int,
     lanes: range,
     num_tokens: Callable[[str], int],
+    stream_sizes: StreamSizes = STREAM_SIZES,
 ) -> list[WeightedSource]:
     """Opens the sources of a `[data]` section, in the order of its mixture.
 
@@ -137,6 +138,7 @@ def build_sources(
                 infinite=config.infinite,
                 num_lanes=num_lanes,
                 lanes=lanes,
+                sizes=stream_sizes,
             )
         result.append(WeightedSource(source, entry.weight / total))
     return result

@@ -153,11 +153,11 @@ class ProcessGroupLink:
         self.rank = dist.get_rank(group)
         self.size = group.size()
         self._group = group
-        self._timeout = timeout
+        self.timeout = timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait this long for a neighbour from now on."""
-        self._timeout = timeout
+        self.timeout = timeout
         set_group_timeout(timeout, self._group)
 
     def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Transfers:
@@ -169,7 +169,7 @@ class ProcessGroupLink:
             dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=before)
             for tensor in receives
         ]
-        return _Works(dist.batch_isend_irecv(operations), self._timeout)
+        return _Works(dist.batch_isend_irecv(operations), self.timeout)
 
 
 @dataclass

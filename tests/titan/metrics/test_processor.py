@@ -4,7 +4,8 @@ torchtitan's mesh object is stood in for by the few numbers that the processor r
 """
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,9 @@ class Optimizers(list):
         return list(self)
 
 
-def build(folder: Path, **config) -> RelayMetricsProcessor:
+def build(
+    folder: Path, clock: Callable[[], float] = time.perf_counter, **config
+) -> RelayMetricsProcessor:
     defaults = {
         "log_freq": 1,
         "enable_tensorboard": True,
@@ -38,7 +41,7 @@ def build(folder: Path, **config) -> RelayMetricsProcessor:
     }
     dims = SimpleNamespace(world_size=4, non_data_parallel_size=2, pp_enabled=False)
     processor = RelayMetricsProcessor.Config(**{**defaults, **config}).build(
-        parallel_dims=dims, dump_folder=str(folder)
+        parallel_dims=dims, dump_folder=str(folder), clock=clock
     )
     processor.num_flops_per_token = 1000
     return processor
@@ -139,14 +142,9 @@ def test_reports_come_at_the_first_every_nth_and_the_last_step(tmp_path: Path) -
     assert [step for step in range(1, 11) if processor.should_log(step)] == [1, 4, 8, 10]
 
 
-def test_tokens_of_all_ranks_and_validation_apart(
-    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_all_ranks_and_validation_apart(tmp_path: Path, lines: list[str]) -> None:
     now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    processor = build(tmp_path, log_freq=10)
-    processor._speed._clock = processor._time_left._clock = lambda: now[0]
-    processor._speed.restart()
+    processor = build(tmp_path, clock=lambda: now[0], log_freq=10)
     processor.should_log(1)
     processor.ntokens_since_last_log += 100
     now[0] += 2
@@ -171,9 +169,7 @@ def test_tokens_of_all_ranks_and_validation_apart(
 
 def test_the_time_of_a_measured_step_is_left_out(tmp_path: Path) -> None:
     now = [0.0]
-    processor = build(tmp_path, log_freq=4)
-    processor._speed._clock = processor._time_left._clock = lambda: now[0]
-    processor._speed.restart()
+    processor = build(tmp_path, clock=lambda: now[0], log_freq=4)
     seconds = {1: 5.0, 2: 1.0, 3: 1.0, 4: 7.0, 5: 2.0, 6: 2.0, 7: 2.0, 8: 9.0}
     for step, took in seconds.items():
         with processor.step_memory(step):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchtitan.components.metrics import BaseLogger
 
 from tests.support.distributed import run_ranks
 from tests.titan.runs import SEQ_LEN, a_run, config_file, layout, trainer_of, write_data
@@ -93,28 +94,28 @@ def outputs_of_two_documents(folder: Path, first_token: int) -> Any:
     return torch.cat([places.unsqueeze(-1).float(), logits], dim=-1)[0].numpy()
 
 
+class KeepingLogger(BaseLogger):
+    """Keeps the curves of the last report."""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.curves = metrics
+
+
 def traffic(folder: Path, circulate: str) -> dict[str, float]:
-    """Bytes this rank sent in one step, and what the plan says."""
+    """Bytes that a rank sent in one step, as the curves say, and what the plan says."""
     settings = layout(dp=4, ep=4) | {"relay__circulate": circulate, "training__steps": 1}
     trainer = trainer_of(folder, a_run(f"ring of {circulate}", **settings))
-    sent: dict[str, float] = {}
-    read = trainer.curves.relay
-
-    def keep() -> dict[str, float]:
-        sent.update(read())
-        return sent
-
-    trainer.metrics_processor._sources = [(keep, "mean")]
+    trainer.metrics_processor.logger = logger = KeepingLogger()
     trainer.train()
     experts = next(moe_layers(trainer.model_parts))[1].routed_experts
-    timeout: Any = relay_ring(experts.group).link._timeout  # type: ignore[attr-defined]
+    timeout: Any = relay_ring(experts.group).link.timeout  # type: ignore[attr-defined]
     trainer.close()
     plan = relay_plan(trainer.config.run, 4)
     assert plan is not None
     assert plan.forward.circulate == plan.backward.circulate == circulate
     planned = sum(getattr(each, f"{circulate}_bytes") for each in (plan.forward, plan.backward))
     return {
-        "sent": sent["relay/bytes_sent"],
+        "sent": logger.curves["relay/bytes_sent"],
         "planned": planned * trainer.config.run.model.num_layers,
         "timeout_s": timeout.total_seconds(),
     }

@@ -69,6 +69,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         pp_schedule: decides which pipeline stage has the loss.
         config_dict: the whole configuration, for Weights & Biases.
         has_quantization: no MFU then, since the peak is that of bfloat16.
+        clock: gives the time in seconds.
 
     Raises:
         FolderError: on every rank, if a rank cannot have its folder for itself.
@@ -94,6 +95,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         pp_schedule: str = "1F1B",
         config_dict: dict[str, Any] | None = None,
         has_quantization: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.parallel_dims = parallel_dims
@@ -117,8 +119,10 @@ class RelayMetricsProcessor(MetricsProcessor):
         self.live_peak_bytes: int | None = None
         """This rank's live-tensor peak at its last report; None before."""
         self._sources: list[tuple[Source, Reduction | Literal["same"]]] = []
-        self._time_left = TimeLeft(config.total_steps)
-        self._speed = SpeedMeter(parallel_dims.world_size, None if has_quantization else peak_flops)
+        self._clock = clock
+        self._time_left = TimeLeft(config.total_steps, clock)
+        peak = None if has_quantization else peak_flops
+        self._speed = SpeedMeter(parallel_dims.world_size, peak, clock)
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.is_metrics_rank = rank == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=pp_schedule
@@ -161,13 +165,13 @@ class RelayMetricsProcessor(MetricsProcessor):
     def validating(self) -> Iterator[None]:
         """Goes around one validation: its time and tokens do not count as training's."""
         train_tokens, self.ntokens_since_last_log = self.ntokens_since_last_log, 0
-        self._validation_start = start = time.perf_counter()
+        self._validation_start = start = self._clock()
         try:
             yield
         finally:
             self._validation_start = None
             self.ntokens_since_last_log = train_tokens
-            self._speed.skip(time.perf_counter() - start)
+            self._speed.skip(self._clock() - start)
 
     def log(
         self,
@@ -213,7 +217,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         curves = {"validation_metrics/loss": loss}
         seconds = None
         if self._validation_start is not None:
-            seconds = time.perf_counter() - self._validation_start
+            seconds = self._clock() - self._validation_start
             tokens_per_second = self._global_tokens(self.ntokens_since_last_log) / max(
                 seconds, 1e-9
             )
