@@ -1,12 +1,13 @@
 # Every target makes its own environment in .venv; a second call reuses it.
 #   make demo              train the demo model (DEMO_STEPS=360 goes on from its last checkpoint)
 #   make demo-data         only the demo's corpus and tokenizer, which train_configs/*_tiny.toml use
-#   make test              lint, types, tests
+#   make test              lint, types, tests; at most 12 minutes on two cores
+#   make test-slow         what is beyond that: every example model, scripts in full, large kernels
 #   make test-tiny         train the small sibling of every model on 4 ranks (slow)
 #   make prove-conversion  convert weights larger than the memory allowed for it (40 GB of disk)
 #   make check-kernels     compile every kernel for every architecture, without a GPU (-oldest: with
 #                          the oldest triton; CHECK_ARGS="--only narrow" and the like narrow it)
-#   TEST_WORKERS=2         test files that `make test` runs at the same time
+#   TEST_WORKERS=2         test files that `make test` and `make test-slow` run at the same time
 #   PYTHON=python3.12      the interpreter to make .venv with (3.11 or newer)
 #   PIP_ARGS="..."         more arguments for pip, such as the index of torch's CPU builds
 
@@ -32,7 +33,7 @@ test: lint types
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.has-test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n $(TEST_WORKERS) --dist loadfile --timeout 1800
 
 test-tiny: $(VENV)/.has-test
 	$(BIN)/python -m pytest -m slow tests/titan/train/test_tiny_configs.py
@@ -49,7 +50,7 @@ $(VENV)/triton-$(OLDEST_TRITON): | $(VENV)/.has-test
 	  --no-deps --target $@ triton==$(OLDEST_TRITON)
 
 prove-conversion: $(VENV)/.has-test
-	$(BIN)/python -m pytest -m slow tests/titan/hf/test_large.py
+	$(BIN)/python -m pytest -m disk tests/titan/hf/test_large.py
 
 lint: $(VENV)/.has-test
 	$(BIN)/ruff check .

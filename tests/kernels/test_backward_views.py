@@ -29,7 +29,7 @@ def test_sizes_that_no_tile_or_vector_divides(sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(17, 192, 96), (300, 299, 301)])
+@pytest.mark.parametrize("sizes", [(17, 192, 96), (150, 149, 151)])
 def test_larger_sizes_that_no_tile_divides(sizes):
     rows, expert_dim, dim = sizes
     check(Problem((rows - 1, rows), rows, 2, dim, expert_dim), "triton", 1024)

@@ -78,7 +78,7 @@ def _run(limit_bytes: int, *arguments: str) -> str:
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.disk
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_larger_than_memory_converts_both_ways_and_survives_a_kill(
