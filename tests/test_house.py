@@ -14,13 +14,14 @@ Rule = Callable[[House], Iterator[str]]
 # Offenders that are left of the days before a rule. The numbers only ever go down.
 NOT_YET = {
     "imports_go_down": 1,
-    "no_circles": 3,
-    "folders_are_small": 5,
+    "no_circles": 2,
+    "folders_are_small": 3,
     "files_are_short": 2,
-    "no_crumbs": 5,
+    "no_crumbs": 4,
     "names_are_given_once": 20,
-    "private_names_have_one_home": 80,
-    "nothing_of_ours_is_patched": 30,
+    "private_names_have_one_home": 25,
+    "nothing_of_ours_is_patched": 16,
+    "tests_use_public_names": 11,
     "few_parameters": 22,
 }
 
@@ -145,6 +146,17 @@ PLANTED: list[tuple[Rule, dict[str, str], str]] = [
             "def f(monkeypatch):\n"
             "    monkeypatch.setattr('titan_relay.measure.count.Counter.add', None)",
         )
+    ),
+    *(
+        (
+            rules.tests_use_public_names,
+            {"tests/test_count.py": text},
+            f"tests/test_count.py: {name}",
+        )
+        for text, name in {
+            "from titan_relay.measure.count import _x": "titan_relay.measure.count._x",
+            "def test_it(counter):\n    assert counter._total == 0": "_total",
+        }.items()
     ),
     (
         rules.few_parameters,

@@ -143,7 +143,7 @@ def names_are_given_once(house: House) -> Iterator[str]:
 
 def private_names_have_one_home(house: House) -> Iterator[str]:
     """What is private to a library, or patched in it, stands in that library's one module."""
-    own = _private_names_of(house)
+    own = _private_names_of(house, PRODUCT)
     for module in house.of(PRODUCT):
         for name in _private_uses(module, own):
             homes = [home for library, home in PRIVATE_NAMES.items() if within(name, library)]
@@ -157,6 +157,19 @@ def nothing_of_ours_is_patched(house: House) -> Iterator[str]:
         for name in _patched(module):
             if house.module_of(name) is not None:
                 yield f"{module.path}: sets {name}"
+
+
+def tests_use_public_names(house: House) -> Iterator[str]:
+    """A test sees of the product and the scripts what any other user would."""
+    own = _private_names_of(house, PRODUCT, SCRIPTS) - _private_names_of(house, TESTS)
+    for module in house.of(TESTS):
+        for name in sorted({each.target for each in module.imports}):
+            home = house.modules.get(house.module_of(name) or "", module)
+            if _is_private(name) and home.kind != TESTS:
+                yield f"{module.path}: {name}"
+        for node in ast.walk(module.tree):
+            if (name := _attribute(node)) in own and ast.unparse(node) != f"self.{name}":
+                yield f"{module.path}: {name}"
 
 
 def few_parameters(house: House) -> Iterator[str]:
@@ -186,6 +199,7 @@ RULES: list[Callable[[House], Iterator[str]]] = [
     names_are_given_once,
     private_names_have_one_home,
     nothing_of_ours_is_patched,
+    tests_use_public_names,
     few_parameters,
     files_say_what_they_are_for,
 ]
@@ -257,17 +271,17 @@ def _private_uses(module: Module, own: set[str]) -> set[str]:
     return foreign | {name for name in found if not any(x.startswith(f"{name}.") for x in found)}
 
 
-def _private_names_of(house: House) -> set[str]:
-    """Private names that the product defines, and those that Python gives to named tuples."""
+def _private_names_of(house: House, *kinds: str) -> set[str]:
+    """Private names that modules define, and those that Python gives to named tuples."""
     own = {"_replace", "_asdict", "_fields"}
-    for node in (node for module in house.of(PRODUCT) for node in ast.walk(module.tree)):
+    for node in (node for module in house.of(*kinds) for node in ast.walk(module.tree)):
         if isinstance(node, _DEFINITIONS):
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)
         elif _stores_attribute(node) and ast.unparse(node.value) in ("self", "cls"):
             own.add(node.attr)
-    return own
+    return {name for name in own if _is_private(name)}
 
 
 def _stores_attribute(node: ast.AST) -> bool:
