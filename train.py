@@ -5,4 +5,4 @@ import sys
 from titan_relay.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,6 +1,6 @@
 """Tokens per second within one budget of live tensor bytes, by ways to run the same model.
 
-    python scripts/bench_budget.py --config scripts/longest/qwen3_30b_scaled.toml --world-size 4 \
+    python scripts/bench_budget.py --config scripts/budget/qwen3_30b_scaled.toml --world-size 4 \
         --budget-mib 120
 
 Starts its own CPU ranks. The sequence length is the longest at which `alltoall-full-recompute` fits
@@ -16,25 +16,21 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from budget.candidates import Choice, within_budget
 from budget.where_time_goes import Share, largest_shares
-from longest.arguments import above_0, at_least_1, parse_with_keys, variants
-from longest.measured import search_variant
-from longest.ranks import largest, start_rank
-from longest.runs import checked_run
 
-from titan_relay.config import RunConfig
+from titan_relay.commands.arguments import above_0, at_least_1, parse_with_keys
+from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variants
+from titan_relay.config import ConfigError, RunConfig
+from titan_relay.local_ranks import largest, on_ranks, say
 from titan_relay.titan.plan.measure import measure_steps, small_trainer
-from titan_relay.titan.plan.variants import BASELINE, VARIANTS, variant_of
+from titan_relay.titan.plan.search import search_on_ranks
 from titan_relay.units import MIB, in_mib
 
 EXIT_USER_ERROR = 2
@@ -58,18 +54,16 @@ def main(argv: list[str] | None = None) -> int:
     args, keys = parse(argv)
     try:
         if "relay-retain-auto" in args.variants:
-            raise ValueError(
+            raise ConfigError(
                 "--variants relay-retain-auto: the relay's variants try every level of what is "
                 "kept; use relay-recompute"
             )
-        run = checked_run(args.config, keys, args.variants, args.world_size, args.seq_len)
-    except ValueError as error:
+        named = dict.fromkeys([BASELINE, *args.variants] if args.seq_len is None else args.variants)
+        runs = runs_of(named, args.config, keys, args.world_size, args.seq_len)
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    with tempfile.TemporaryDirectory(prefix="bench_budget") as folder:
-        answers = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(_rank_main, args=(folder, run, args, answers), nprocs=args.world_size)
-        speeds: list[Speed] = answers.get()
+    speeds: list[Speed] = on_ranks(_speeds_of, runs, args, world_size=args.world_size)
     if not speeds:
         why = f"{BASELINE} does" if args.seq_len is None else "the variants do"
         print(
@@ -85,16 +79,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _rank_main(
-    rank: int, folder: str, run: RunConfig, args: argparse.Namespace, answers: Any
-) -> None:
-    start_rank(rank, args.world_size, folder)
-    say = _say if rank == 0 else _mute
+def _speeds_of(runs: dict[str, RunConfig], args: argparse.Namespace) -> list[Speed]:
+    """Find the choices within the budget, and time them; every rank calls alike."""
     budget_bytes = int(args.budget_mib * MIB)
     seq_len = args.seq_len
     if seq_len is None:
-        base = variant_of(run, BASELINE)
-        seq_len = search_variant(base, BASELINE, args.world_size, budget_bytes, say).max_seq_len
+        seq_len = search_on_ranks(BASELINE, runs[BASELINE], budget_bytes).max_seq_len
 
     def peak_of(candidate: RunConfig) -> int:
         (memory,) = measure_steps(candidate, args.world_size, compute_in_float32=False)
@@ -102,42 +92,45 @@ def _rank_main(
 
     choices: list[Choice] = []
     for name in args.variants if seq_len else ():
-        for choice in within_budget(run, name, seq_len, budget_bytes, peak_of):
+        for choice in within_budget(runs[name], name, seq_len, budget_bytes, peak_of):
             say(
                 f"{name}: batch {choice.local_batch_size}, keeps {choice.retention}, "
                 f"{in_mib(choice.peak_bytes, 1)}"
             )
             choices.append(choice)
-    seconds = [
-        _seconds(choices, args.world_size, turn, args.turns, say) for turn in range(args.turns)
-    ]
-    shares = [_shares(choice, args.world_size, rank, args.profile, say) for choice in choices]
-    if rank == 0:
-        answers.put(_speeds(choices, seconds, shares, seq_len, args.world_size))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _seconds(
-    choices: list[Choice], world_size: int, turn: int, turns: int, say: Any
-) -> list[float]:
-    """Each choice's time for one step, after one to warm up."""
     seconds = []
-    for number, choice in enumerate(choices, 1):
-        say(f"turn {turn + 1} of {turns}, choice {number} of {len(choices)}")
-        with small_trainer(choice.run, world_size, num_steps=_NUM_STEPS) as trainer:
-            batches = trainer.batch_generator(trainer.dataloader)
-            for _ in range(_NUM_STEPS):
-                dist.barrier()
-                start = time.perf_counter()
-                trainer.step += 1
-                trainer.train_step(batches)
-                dist.barrier()
-            seconds.append(time.perf_counter() - start)
-    return seconds
+    for turn in range(1, args.turns + 1):
+        say(f"turn {turn} of {args.turns}")
+        seconds.append([_seconds(choice.run, args.world_size) for choice in choices])
+    speeds = []
+    for index, choice in enumerate(choices):
+        p = choice.run.parallelism
+        readers = args.world_size // (p.context_parallel_degree * p.tensor_parallel_degree)
+        tokens = seq_len * choice.local_batch_size * readers
+        rate = tokens / statistics.median(turn[index] for turn in seconds)
+        speeds.append(
+            Speed(
+                choice.variant, seq_len, choice.local_batch_size, choice.retention,
+                choice.peak_bytes, rate, _shares(choice, args.world_size, args.profile),
+            )
+        )  # fmt: skip
+    return speeds
 
 
-def _shares(choice: Choice, world_size: int, rank: int, num: int, say: Any) -> list[Share]:
+def _seconds(run: RunConfig, world_size: int) -> float:
+    """The time of one step, after one to warm up."""
+    with small_trainer(run, world_size, num_steps=_NUM_STEPS) as trainer:
+        batches = trainer.batch_generator(trainer.dataloader)
+        for _ in range(_NUM_STEPS):
+            dist.barrier()
+            start = time.perf_counter()
+            trainer.step += 1
+            trainer.train_step(batches)
+            dist.barrier()
+        return time.perf_counter() - start
+
+
+def _shares(choice: Choice, world_size: int, num: int) -> list[Share]:
     """The largest shares of a step's time on rank 0, after one to warm up."""
     if num == 0:
         return []
@@ -147,32 +140,10 @@ def _shares(choice: Choice, world_size: int, rank: int, num: int, say: Any) -> l
         trainer.step += 1
         trainer.train_step(batches)
         trainer.step += 1
-        if rank == 0:  # a profile takes a GiB of memory
+        if dist.get_rank() == 0:  # a profile takes a GiB of memory
             return largest_shares(lambda: trainer.train_step(batches), num)
         trainer.train_step(batches)
         return []
-
-
-def _speeds(
-    choices: list[Choice],
-    seconds: list[list[float]],
-    shares: list[list[Share]],
-    seq_len: int,
-    world_size: int,
-) -> list[Speed]:
-    speeds = []
-    for index, choice in enumerate(choices):
-        p = choice.run.parallelism
-        readers = world_size // (p.context_parallel_degree * p.tensor_parallel_degree)
-        tokens = seq_len * choice.local_batch_size * readers
-        rate = tokens / statistics.median(turn[index] for turn in seconds)
-        speeds.append(
-            Speed(
-                choice.variant, seq_len, choice.local_batch_size, choice.retention,
-                choice.peak_bytes, rate, shares[index],
-            )
-        )  # fmt: skip
-    return speeds
 
 
 def table(speeds: list[Speed]) -> str:
@@ -196,7 +167,7 @@ def table(speeds: list[Speed]) -> str:
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """This script's arguments, and those that are configuration keys."""
+    """The script's arguments, and those that are configuration keys."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -216,14 +187,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
     return parse_with_keys(parser, argv)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _mute(text: str) -> None:
-    """Rank 0 speaks for all."""
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from longest.arguments import at_least_0, at_least_1, file_to_write
 
 from kernel_bench.report import Row, table
 from layer_bench.setting import PRESETS
+from titan_relay.commands.arguments import at_least_0, at_least_1, file_to_write
 
 TINY = (32, 16, 2, 1)  # D, F, E, K for the interpreter
 TINY_TOKENS = 9

@@ -14,17 +14,14 @@ read nothing about GPUs from it. ``megatron-grouped`` has grouped experts instea
 import argparse
 import dataclasses
 import json
-import math
 import statistics
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from child_process import end_with_parent
 
 from layer_bench.layers import IMPLEMENTATIONS, build_layer
 from layer_bench.measure import (
@@ -35,20 +32,22 @@ from layer_bench.measure import (
     measure_traffic,
 )
 from layer_bench.setting import PRESETS, Setting
+from titan_relay.commands.arguments import above_0, at_least_0, at_least_1, file_to_write
+from titan_relay.local_ranks import on_ranks
 from titan_relay.units import MIB, in_mib
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    results = run(args)
+    results = on_ranks(measure, args, world_size=args.ep, device=args.device)
     print(table(setting_of(args), results))
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,21 +56,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"any of {', '.join(IMPLEMENTATIONS)}",
     )  # fmt: skip
     parser.add_argument("--preset", choices=PRESETS, help="layer shape of a published model")
-    parser.add_argument("--scale", type=float, default=1.0, help="shrink a preset's D and F")
-    parser.add_argument("--ep", type=int, default=2, help="expert-parallel ranks")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
-    parser.add_argument("--dim", type=int, default=256, help="model dimension")
-    parser.add_argument("--expert-dim", type=int, default=128, help="expert hidden dimension")
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--scale", type=above_0, default=1.0, help="shrink a preset's D and F")
+    parser.add_argument("--ep", type=at_least_1, default=2, help="expert-parallel ranks")
+    parser.add_argument("--tokens", type=at_least_1, default=4096, help="tokens per rank")
+    parser.add_argument("--dim", type=at_least_1, default=256, help="model dimension")
+    parser.add_argument(
+        "--expert-dim", type=at_least_1, default=128, help="expert hidden dimension"
+    )
+    parser.add_argument("--experts", type=at_least_1, default=32)
+    parser.add_argument("--top-k", type=at_least_1, default=8)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--skew", type=float, default=0.0, help="Zipf exponent; 0 is balanced")
-    parser.add_argument("--iters", type=int, default=5)
+    parser.add_argument("--skew", type=at_least_0, default=0.0, help="Zipf exponent; 0 is balanced")
+    parser.add_argument("--iters", type=at_least_1, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default=None)
-    parser.add_argument("--num-slices", type=int, default=None, help="of the relay; default auto")
-    parser.add_argument("--rows-per-step", type=int, default=None, help="default auto")
-    parser.add_argument("--json", metavar="FILE", help="write a list of objects, one per NAME")
+    parser.add_argument(
+        "--num-slices", type=at_least_1, default=None, help="of the relay; default auto"
+    )
+    parser.add_argument("--rows-per-step", type=at_least_1, default=None, help="default auto")
+    parser.add_argument(
+        "--json", type=file_to_write, metavar="FILE", help="write a list of objects, one per NAME"
+    )
     args = parser.parse_args(argv)
     if args.preset:
         dim, expert_dim, args.experts, args.top_k = PRESETS[args.preset]
@@ -85,15 +90,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def fault_of(args: argparse.Namespace) -> str:
     """What is wrong with the arguments, before a rank is started; empty for nothing."""
-    at_least_1 = ["ep", "tokens", "dim", "expert_dim", "experts", "top_k", "iters"]
-    at_least_1 += [name for name in ("num_slices", "rows_per_step") if vars(args)[name] is not None]
-    for name in at_least_1:
-        if vars(args)[name] < 1:
-            return f"--{name.replace('_', '-')} {vars(args)[name]} must be at least 1"
+    if min(args.dim, args.expert_dim) < 1:
+        return f"--scale {args.scale} leaves nothing of --preset {args.preset}"
     if args.warmup < 0:
         return f"--warmup {args.warmup} must be at least 0"
-    if not 0 <= args.skew < math.inf:
-        return f"--skew {args.skew} must be a number of at least 0"
     if args.scale != 1.0 and not args.preset:
         return f"--scale {args.scale} shrinks a --preset, and there is none"
     if len(set(args.impl)) < len(args.impl):
@@ -104,8 +104,6 @@ def fault_of(args: argparse.Namespace) -> str:
         return f"--top-k {args.top_k} must be at most --experts {args.experts}"
     if args.device == "cuda" and torch.cuda.device_count() < args.ep:
         return f"--device cuda: --ep {args.ep} needs as many GPUs; {torch.cuda.device_count()} here"
-    if args.json and not Path(args.json).resolve().parent.is_dir():
-        return f"--json {args.json}: there is no such folder"
     return ""
 
 
@@ -121,31 +119,6 @@ def setting_of(args: argparse.Namespace) -> Setting:
         skew=args.skew,
         device=args.device,
     )
-
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Spawn the ranks and return rank 0's list of results."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, args=(args, folder), nprocs=args.ep)
-        return json.loads((Path(folder) / "results.json").read_text())
-
-
-def _rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
-    end_with_parent()
-    torch.set_num_threads(1)
-    if args.device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if args.device == "cuda" else "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=args.ep,
-    )
-    results = measure(args)
-    if rank == 0:
-        (Path(folder) / "results.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:

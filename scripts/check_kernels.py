@@ -20,7 +20,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
-from child_process import end_with_parent
 
 from kernel_check.chips import CHIPS
 from kernel_check.compile import Variant, measure
@@ -125,6 +124,8 @@ def _variants(registry: str, arch: str, dtype: str) -> list[Variant]:
 
 def _rows(args: argparse.Namespace, jobs: Sequence[Job]) -> Iterator[Row]:
     """Every job's row, as they finish."""
+    from titan_relay.local_ranks import end_with_parent  # the path is complete by now
+
     # Fresh interpreters: a fork would copy threads that torch may have started.
     context = multiprocessing.get_context("spawn")
     workers = min(args.workers, len(jobs))

@@ -15,22 +15,16 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from longest.arguments import at_least_1, file_to_write
-from longest.ranks import largest, start_rank
-
-from titan_relay.config import ConfigError, RunConfig, load_config
+from titan_relay.commands.arguments import at_least_1, file_to_write
+from titan_relay.config import ConfigError, RunConfig, load_config, with_settings
+from titan_relay.local_ranks import largest, on_ranks, say
 from titan_relay.measure.devices import device_named
-from titan_relay.titan.plan.changes import with_settings
 from titan_relay.titan.plan.dry_run import dry_run
 from titan_relay.titan.plan.measure import measure_steps
 from titan_relay.units import MIB
@@ -88,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return EXIT_USER_ERROR
     say(f"{len(cases)} runs on {args.world_size} ranks")
-    measured = measure(cases, args.world_size)
+    runs = [case.run for case in cases]
+    measured = on_ranks(_measure, runs, args.world_size, world_size=args.world_size)
     results = []
     for number, (case, measured_bytes) in enumerate(zip(cases, measured, strict=True), 1):
         say(f"planning {number} of {len(cases)}")
@@ -146,30 +141,14 @@ def all_cases(configs: list[str], world_size: int) -> Iterator[Case]:
                 yield Case(Path(config).stem, dispatcher, level, cp, ep, run)
 
 
-def measure(cases: list[Case], world_size: int) -> list[int]:
-    """The largest rank's peak of a second step, by case."""
-    with tempfile.TemporaryDirectory(prefix="check_plan") as folder:
-        answers = mp.get_context("spawn").SimpleQueue()
-        runs = [case.run for case in cases]
-        mp.spawn(_rank_main, args=(world_size, folder, runs, answers), nprocs=world_size)
-        peaks: list[int] = answers.get()
-        return peaks
-
-
-def _rank_main(
-    rank: int, world_size: int, folder: str, runs: list[RunConfig], answers: Any
-) -> None:
-    start_rank(rank, world_size, folder)
+def _measure(runs: list[RunConfig], world_size: int) -> list[int]:
+    """The largest rank's peak of a second step, by run; every rank calls alike."""
     peaks = []
     for number, run in enumerate(runs, 1):
         second = measure_steps(run, world_size, num_steps=2)[1]
         peaks.append(largest(second.first.live_bytes))
-        if rank == 0:
-            say(f"measured {number} of {len(runs)}")
-    if rank == 0:
-        answers.put(peaks)
-    dist.barrier()
-    dist.destroy_process_group()
+        say(f"measured {number} of {len(runs)}")
+    return peaks
 
 
 def table(results: list[Compared]) -> str:
@@ -185,10 +164,6 @@ def table(results: list[Compared]) -> str:
     ]
     worst = max(results, key=lambda result: abs(result.error))
     return "\n".join([*lines, "", f"{len(results)} runs, at most {abs(worst.error):.2%} off."])
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

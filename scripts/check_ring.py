@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from longest.arguments import above_0, at_least_0, at_least_1
 
 from layer_bench.setting import PRESETS, Setting
 from layer_check.dense_truth import Expected, expected_results, relative_error
@@ -32,6 +31,7 @@ from relay_kernels import (
     SwiGLU,
     uses_triton,
 )
+from titan_relay.commands.arguments import above_0, at_least_0, at_least_1
 from titan_relay.measure import LiveBytes
 from titan_relay.moe import RelayOptions, backward_memory, backward_traffic, forward_memory
 from titan_relay.moe.call import RelayCall, Wants, layer_shape

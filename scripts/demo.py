@@ -56,13 +56,13 @@ def _environment() -> dict[str, str]:
 
 
 def _corpus_command() -> list[str]:
-    return [sys.executable, "scripts/make_corpus.py", "--out", str(CORPUS)]
+    return [sys.executable, "-m", "titan_relay", "corpus", "--out", str(CORPUS)]
 
 
 def _tokenizer_command() -> list[str]:
     files = ["--files", str(CORPUS / "train.jsonl"), "--special-tokens", END_OF_TEXT]
     outputs = ["--out", str(RANKS), "--report", str(REPORT), "--vocab-size", "4096"]
-    return [sys.executable, "scripts/train_tokenizer.py", *files, *outputs]
+    return [sys.executable, "-m", "titan_relay", "tokenizer", *files, *outputs]
 
 
 def _train_command(steps: int) -> list[str]:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from longest.arguments import at_least_1, file_to_write
 
 from layer_bench.setting import PRESETS
+from titan_relay.commands.arguments import at_least_1, file_to_write
 
 # A layer of each shape class: its preset and tokens.
 LAYERS = {

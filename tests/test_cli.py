@@ -1,6 +1,7 @@
 """The command line as a user meets it: one line, the right exit code, no traceback."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from tests.support.cli import ROOT, run_cli
 from tests.titan.runs import config_file, write_data
+from titan_relay.cli import COMMANDS, main
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +20,62 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(folder)
     config_file(folder)
     return folder
+
+
+def test_the_commands_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == listed
+    for name, meaning in COMMANDS.items():
+        assert re.search(f"^  {name} +{re.escape(meaning)}$", listed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_needs_no_torch(command: str) -> None:
+    program = (
+        "import sys; from titan_relay.cli import main\n"
+        "try: code = main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "sys.exit(code or ('torch' in sys.modules and 'torch was imported'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, command, "--help"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"  titan-relay {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["pln"], "titan-relay pln: no such command; did you mean titan-relay plan?"),
+        (["--config", "x.toml"], "no such command; did you mean titan-relay train --config?"),
+        (["zzz"], f"known: {', '.join(COMMANDS)}"),
+        (["count"], "titan-relay count: the following arguments are required: --config"),
+        (["train"], "command line: --config is missing"),
+        (["convert", "frm-hf"], "invalid choice: 'frm-hf'"),
+        (
+            ["convert", "config", "--hf-dir", "x", "--config", "y"],
+            "titan-relay convert config: --config: no such option",
+        ),
+        (
+            ["compare", "--hf-dir", "x", "--config", "y", "--ep", "2", "--cp", "3"],
+            "--cp 3: must divide --ep 2, or be a multiple of it",
+        ),
+        (["compare", "--hf-dir", "x", "--config", "y", "--ep", "0"], "--ep: 0 must be at least 1"),
+        (["corpus", "--validation-share", "2"], "--validation-share 2: must be below 1"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
 
 
 def test_help_lists_every_section() -> None:

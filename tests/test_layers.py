@@ -11,11 +11,22 @@ ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "titan_relay/units.py": set(),
     "titan_relay/private_torch.py": set(),
-    "titan_relay/cli.py": {"titan_relay.config", "titan_relay.titan", "titan_relay.validate"},
+    "titan_relay/cli.py": {"titan_relay.config", "titan_relay.commands"},
+    "titan_relay/local_ranks.py": set(),
+    "titan_relay/commands": {
+        "titan_relay.config",
+        "titan_relay.data",
+        "titan_relay.local_ranks",
+        "titan_relay.measure",
+        "titan_relay.titan",
+        "titan_relay.units",
+        "titan_relay.validate",
+    },
     "titan_relay/validate.py": {"titan_relay.config", "titan_relay.titan"},
     "titan_relay/titan": {
         "titan_relay.config",
         "titan_relay.data",
+        "titan_relay.local_ranks",
         "titan_relay.measure",
         "titan_relay.moe",
         "titan_relay.ops",

@@ -3,10 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from titan_relay.config import RunConfig
-from titan_relay.titan.plan.changes import with_settings
-from titan_relay.titan.plan.longest import with_length
-from titan_relay.titan.plan.variants import variant_of
+from titan_relay.config import RunConfig, with_length, with_settings
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,9 @@ def within_budget(
     budget_bytes: int,
     peak_of: Callable[[RunConfig], int],
 ) -> Iterator[Choice]:
-    """For each level of retention the largest batch that fits; richest level first."""
-    base = with_length(variant_of(run, variant), seq_len)
+    """For each level of retention the largest batch that fits; richest level first. `run` is the
+    variant's."""
+    base = with_length(run, seq_len)
     for level in _levels(base):
         best: Choice | None = None
         low, high = 0, None  # a batch of `low` fits and one of `high` does not

@@ -1,8 +1,8 @@
 """The command line in a process of its own that does not import everything again.
 
-``train.py`` takes seconds to import torch and torchtitan. Here a process is forked from a server
-that has them, and runs the same ``main``; what it prints goes to files, at the level of file
-descriptors, so that native code's messages are seen too.
+It takes seconds to import torch and torchtitan. Here a process is forked from a server that has
+them, and runs the same ``main``; what it prints goes to files, at the level of file descriptors, so
+that native code's messages are seen too.
 """
 
 import os
@@ -17,13 +17,19 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def run_cli(
-    *arguments: str, rank: int = 0, world_size: int = 1, timeout_s: float = 300.0
+    *arguments: str,
+    command: str = "train",
+    rank: int = 0,
+    world_size: int = 1,
+    timeout_s: float = 300.0,
 ) -> CompletedProcess[str]:
-    """``python train.py ARGUMENTS`` from the project's root, as rank ``rank`` of torchrun's."""
+    """``titan-relay COMMAND ARGUMENTS`` at the project's root, as rank ``rank`` of torchrun's."""
     with tempfile.TemporaryDirectory(prefix="cli") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = forkserver().Process(
-            target=_main, args=(arguments, rank, world_size, str(out), str(err)), daemon=True
+            target=_main,
+            args=((command, *arguments), rank, world_size, str(out), str(err)),
+            daemon=True,
         )
         process.start()
         process.join(timeout_s)

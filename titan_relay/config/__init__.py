@@ -11,7 +11,7 @@ from titan_relay.config.errors import ConfigError
 from titan_relay.config.help_text import help_text
 from titan_relay.config.load import Loaded, load, load_config
 from titan_relay.config.schema import RunConfig
-from titan_relay.config.settings import Sources
+from titan_relay.config.settings import Sources, with_length, with_settings
 from titan_relay.config.toml_text import to_toml
 from titan_relay.config.validate import check_keys
 
@@ -30,4 +30,6 @@ __all__ = [
     "load_config",
     "parse_command_line",
     "to_toml",
+    "with_length",
+    "with_settings",
 ]

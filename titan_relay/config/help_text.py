@@ -7,10 +7,16 @@ from titan_relay.config.keys import Key, fields_of, item_of, keys, sections
 
 _WIDTH = 100
 _HEAD = """\
-usage: train.py --config FILE.toml [--section.key value ...]
+usage: titan-relay train --config FILE.toml [--section.key value ...]
 
-Trains the model that FILE.toml describes. Every key below can be written in the file, as
-"key = value" under [section], or given here, which takes precedence:
+Trains the model that FILE.toml describes, on one process or, below torchrun, on many:
+
+  titan-relay train --config train_configs/demo.toml
+  torchrun --nproc_per_node 4 train.py --config train_configs/demo.toml
+  torchrun --nproc_per_node 4 -m titan_relay train --config train_configs/demo.toml
+
+Every key below can be written in the file, as "key = value" under [section], or given here, which
+takes precedence:
 
   --training.steps 500            or --training.steps=500
   --compile.enable true           or --compile.enable alone

@@ -99,3 +99,28 @@ def _build_section(path: str, settings: Settings) -> Any:
         else:
             values[field.name] = keys()[below].default
     return cls(**values)
+
+
+def with_settings(run: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """The configuration with keys such as "training.seq_len" set, and sections as a whole."""
+    for path, value in changes.items():
+        run = _with(run, path.split("."), value)
+    return run
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    if rest:
+        value = _with(getattr(section, name), rest, value)
+    return dataclasses.replace(section, **{name: value})
+
+
+def with_length(run: RunConfig, seq_len: int) -> RunConfig:
+    """The run with one sequence of `seq_len` at a time, not accumulated, and tables to match."""
+    changes = {
+        "training.seq_len": seq_len,
+        "training.local_batch_size": 1,
+        "training.global_batch_size": -1,
+        "model.max_seq_len": max(seq_len, run.model.max_seq_len),
+    }
+    return with_settings(run, changes)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from tests.support.scripts import load_script
 from tests.titan.hf.cases import CASES, VOCAB_SIZE, Case
 from tests.titan.hf.folders import QWEN3_TIED, contents, edit_weights, run_of, write_folder
+from titan_relay.cli import main
 from titan_relay.config import RunConfig
 from titan_relay.titan.hf import from_hf as from_hf_module
 from titan_relay.titan.hf.dcp import PartsReader, PartsWriter
@@ -23,8 +23,6 @@ from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.from_hf import from_hf, open_checked
 from titan_relay.titan.hf.safetensors_file import DTYPES, FileLayout, read_places, read_tensor
 from titan_relay.titan.hf.to_hf import to_hf
-
-convert_hf = load_script("convert_hf")
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +291,7 @@ def test_the_command_line_checks_converts_and_speaks_in_one_line(
     config = str(written_config(folder, tmp_path))
 
     def call(*arguments: str) -> int:
-        return convert_hf.main([*arguments, "--config", config])
+        return main(["convert", *arguments, "--config", config])
 
     assert call("check", "--hf-dir", str(folder)) == 0
     assert call("from-hf", "--hf-dir", str(folder), "--out", str(tmp_path / "checkpoint")) == 0
@@ -312,8 +310,8 @@ def test_the_command_line_checks_converts_and_speaks_in_one_line(
 
 
 def written_config(folder: Path, tmp_path: Path) -> Path:
-    """What `convert_hf.py config` prints, as a file."""
+    """What `titan-relay convert config` prints, as a file."""
     file = tmp_path / "run.toml"
     with file.open("w") as out, redirect_stdout(out):
-        assert convert_hf.main(["config", "--hf-dir", str(folder)]) == 0
+        assert main(["convert", "config", "--hf-dir", str(folder)]) == 0
     return file

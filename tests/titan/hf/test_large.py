@@ -62,7 +62,7 @@ def _number_of(name: str, index: int) -> int:
 
 def _start(limit_bytes: int, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "scripts/convert_hf.py", *arguments],
+        [sys.executable, "-m", "titan_relay", "convert", *arguments],
         cwd=ROOT,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes)),
         stdout=subprocess.PIPE,

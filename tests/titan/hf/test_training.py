@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.distributed import run_ranks
-from tests.support.scripts import load_script
 from tests.titan.hf.cases import CASES, SEQ_LEN, VOCAB_SIZE
 from tests.titan.hf.folders import run_of, write_folder
 from tests.titan.runs import a_run, config_file, layout, trainer_of, write_data
+from titan_relay.cli import main
 from titan_relay.config import ConfigError, RunConfig, Sources
 from titan_relay.titan.hf.folder import open_folder
 from titan_relay.titan.hf.from_hf import from_hf
@@ -216,15 +216,14 @@ def test_an_export_that_hugging_face_cannot_compute_is_refused(
 
 
 @pytest.mark.slow
-def test_the_script_compares_and_judges(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    compare_hf = load_script("compare_hf")
+def test_the_command_compares_and_judges(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_folder(tmp_path / "hf")
     run_of(tmp_path / "hf")
     arguments = ["--hf-dir", str(tmp_path / "hf"), "--config", str(tmp_path / "hf.toml")]
     arguments += ["--seq-len", "20", "--ep", "2", "--circulate", "tokens"]
-    assert compare_hf.main(arguments) == 0
+    assert main(["compare", *arguments]) == 0
     assert "the same function" in capfd.readouterr().out
-    assert compare_hf.main([*arguments, "--tolerance", "1e-12"]) == 1
+    assert main(["compare", *arguments, "--tolerance", "1e-12"]) == 1
     assert "NOT the same function" in capfd.readouterr().out
-    assert compare_hf.main([*arguments, "--model.moe.top_k", "2"]) == 2
-    assert compare_hf.main([*arguments, "--ep", "3"]) == 2
+    assert main(["compare", *arguments, "--model.moe.top_k", "2"]) == 2
+    assert main(["compare", *arguments, "--ep", "3"]) == 2

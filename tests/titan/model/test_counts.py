@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.count_params import main
 from tests.config.test_train_configs import MODELS, commands
+from titan_relay.cli import main
 from titan_relay.config import degrees_of, load_config
 from titan_relay.titan.model.counts import count
 
@@ -54,13 +54,13 @@ def test_parameters_and_flops(name: str) -> None:
     assert counts.flops_per_token == 6 * weights + 6 * HEADS_AND_WIDTHS[name] * 1000
 
 
-def test_the_script_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", file("qwen3_30b_a3b"), "--training.seq_len", "2048"]) == 0
+def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["count", "--config", file("qwen3_30b_a3b"), "--training.seq_len", "2048"]) == 0
     printed = capsys.readouterr().out
     for number in PUBLISHED["qwen3_30b_a3b"]:
         assert str(number) in printed
     assert "2048 tokens" in printed
-    assert main(["--config", file("qwen3_30b_a3b"), "--model.moe.top_k", "129"]) == 2
+    assert main(["count", "--config", file("qwen3_30b_a3b"), "--model.moe.top_k", "129"]) == 2
     assert "model.moe.top_k = 129" in capsys.readouterr().err
 
 

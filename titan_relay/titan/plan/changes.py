@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from titan_relay.config import ConfigError, RunConfig, check_keys, degrees_of
+from titan_relay.config import ConfigError, RunConfig, check_keys, degrees_of, with_settings
 from titan_relay.config.degrees import global_batch_size, loss_chunks
 from titan_relay.measure.devices import Device
 from titan_relay.titan.plan.extrapolate import peak_of
@@ -103,20 +103,6 @@ def _valid(
         except ConfigError:
             continue
         yield proposal
-
-
-def with_settings(run: RunConfig, settings: dict[str, Any]) -> RunConfig:
-    """The configuration with keys such as "training.seq_len" set."""
-    for path, value in settings.items():
-        run = _with(run, path.split("."), value)
-    return run
-
-
-def _with(section: Any, path: list[str], value: Any) -> Any:
-    name, *rest = path
-    if rest:
-        value = _with(getattr(section, name), rest, value)
-    return replace(section, **{name: value})
 
 
 def _more_context_parallelism(run: RunConfig, world_size: int) -> dict[str, Any]:

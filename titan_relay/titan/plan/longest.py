@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_relay.config import Degrees, RunConfig
 from titan_relay.config.degrees import sequence_multiple
@@ -103,14 +103,3 @@ def unit_of(run: RunConfig, degrees: Degrees) -> int:
     if run.loss.name == "chunked_cross_entropy" and run.loss.num_chunks != "auto":
         chunks = run.loss.num_chunks
     return math.lcm(multiple, chunks * degrees.cp * degrees.tp)
-
-
-def with_length(run: RunConfig, seq_len: int) -> RunConfig:
-    """The run with one sequence of `seq_len` at a time, not accumulated, and tables to match."""
-    longest_len = max(seq_len, run.model.max_seq_len)
-    training = replace(run.training, seq_len=seq_len, local_batch_size=1, global_batch_size=-1)
-    return replace(
-        run,
-        training=training,
-        model=replace(run.model, max_seq_len=longest_len),
-    )

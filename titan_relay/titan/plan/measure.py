@@ -6,9 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from titan_relay.config import RunConfig
+from titan_relay.config import RunConfig, with_settings
 from titan_relay.measure.step_memory import StepMemory
-from titan_relay.titan.plan.changes import with_settings
 from titan_relay.titan.plan.recorder import record_step
 from titan_relay.titan.plan.synthetic import quiet, without_files
 from titan_relay.titan.train.build import build_trainer_config

@@ -1,35 +1,31 @@
-"""Prints how many parameters a configuration's model has, and what a token costs in training.
+"""How many parameters a configuration's model has, and what a token costs in training.
 
-    python scripts/count_params.py --config train_configs/qwen3_30b_a3b.toml
+    titan-relay count --config train_configs/qwen3_30b_a3b.toml
 
-Takes the arguments of train.py, so any key can be changed: `--training.seq_len 32768`. Needs no
-memory: the model is built without its weights.
+Further arguments are configuration keys, as for train: `--training.seq_len 32768`. Needs no memory:
+the model is built without its weights.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 
-from titan_relay.config import ConfigError, RunConfig, load_config
+from titan_relay.commands.arguments import command_parser, parse_with_keys
+from titan_relay.config import RunConfig, load_config
 from titan_relay.validate import validate_model
 
 
-def main(arguments: list[str]) -> int:
-    """Count and print; a wrong configuration is one line and exit code 2."""
-    if "--help" in arguments or "-h" in arguments:
-        print(__doc__)
-        return 0
-    try:
-        loaded = load_config(arguments)
-        validate_model(loaded.config, loaded.sources)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(report(loaded.config))
+def main(arguments: Sequence[str]) -> int:
+    parser = command_parser("count", __doc__)
+    parser.add_argument("--config", required=True, help="the run's TOML file")
+    args, keys = parse_with_keys(parser, arguments)
+    loaded = load_config(["--config", args.config, *keys])
+    validate_model(loaded.config, loaded.sources)
+    print(_report(loaded.config))
     return 0
 
 
-def report(run: RunConfig) -> str:
+def _report(run: RunConfig) -> str:
     """The table that is printed."""
     from titan_relay.titan.model.counts import count  # torchtitan takes seconds to import
 
@@ -47,7 +43,3 @@ def report(run: RunConfig) -> str:
     flops = counts.flops_per_token
     lines.append(f"training FLOPs per token: {flops} ({flops / 1e9:.2f} G, {seq_len} tokens long)")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,27 +1,43 @@
-"""Types of command-line arguments that scripts share."""
+"""What the command lines of `titan-relay` and of scripts share: the parser, and kinds of values."""
 
 import argparse
 import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from titan_relay.config import ConfigError
+
+if TYPE_CHECKING:
+    from titan_relay.measure.devices import Device
 
 N = TypeVar("N", int, float)
 
 
-def variants(text: str) -> list[str]:
-    """Names between commas."""
-    # Imports torchtitan, which takes seconds and which not every script needs to read arguments.
-    from titan_relay.titan.plan.variants import VARIANTS
+class CommandParser(argparse.ArgumentParser):
+    """A command's options; a mistake in them is a `ConfigError` of one line, without a usage."""
 
-    names = text.split(",")
-    for name in names:
-        if name not in VARIANTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(VARIANTS)}")
-        if names.count(name) > 1:
-            raise argparse.ArgumentTypeError(f"{name!r} is there twice")
-    return names
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}")
+
+
+def command_parser(name: str, text: str | None) -> CommandParser:
+    """The parser of `titan-relay NAME`; `text`, its module's docstring, is the help's."""
+    return CommandParser(prog=f"titan-relay {name}", description=text)
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, device_needed: bool) -> None:
+    """Options of commands that ask about a run on ranks that need not be there."""
+    parser.add_argument("--config", required=True, help="the run's TOML file")
+    parser.add_argument("--world-size", type=at_least_1, required=True, help="ranks of the run")
+    names = "such as h100-80g, a number of GiB, or cpu"
+    parser.add_argument("--device", required=device_needed, help=names)
 
 
 def at_least_1(text: str) -> int:
@@ -68,11 +84,14 @@ def file_to_write(text: str) -> Path:
 def parse_with_keys(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The script's own arguments, and those that are configuration keys.
-
-    Ends the script where a word without a section looks like one of its own options.
-    """
+    """The command's own arguments, and those that are configuration keys."""
     args, keys = parser.parse_known_args(argv)
+    refuse_typos(parser, keys)
+    return args, keys
+
+
+def refuse_typos(parser: argparse.ArgumentParser, keys: Sequence[str]) -> None:
+    """End with the parser's error where a word without a section looks like one of its options."""
     options = [option for action in parser._actions for option in action.option_strings]
     for word in keys:
         name = word.partition("=")[0]
@@ -80,7 +99,16 @@ def parse_with_keys(
             close = get_close_matches(name, options, n=1, cutoff=0.75)
             if close:
                 parser.error(f"{name}: no such option; did you mean {close[0]}?")
-    return args, keys
+
+
+def device_of(name: str) -> "Device":
+    """The device that `--device` names; raises `ConfigError`."""
+    from titan_relay.measure.devices import device_named  # imports torch
+
+    try:
+        return device_named(name)
+    except ValueError as error:
+        raise ConfigError(f"--device {name}: {error}") from error
 
 
 def _number(kind: Callable[[str], N], text: str, words: str) -> N:

@@ -1,4 +1,4 @@
-"""The corpus and tokenizer scripts: what they write, and that both kinds of id agree."""
+"""`titan-relay corpus` and `tokenizer`: what they write, and that both kinds of id agree."""
 
 import json
 import random
@@ -8,22 +8,20 @@ import numpy as np
 import pytest
 import tiktoken
 
-from tests.support.scripts import load_script
+from titan_relay.cli import main
 from titan_relay.config.schema_data import TokenizerConfig
 from titan_relay.data import load_tokenizer
+from titan_relay.data.bpe import byte_letters, train_bpe
 from titan_relay.data.splitting import PATTERNS
 from titan_relay.data.statistics import unigram_entropy_nats
 from titan_relay.data.tokenizer_files import read_rank_file
-
-make_corpus = load_script("make_corpus")
-train_tokenizer = load_script("train_tokenizer")
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 300 kB corpus of the standard library."""
     folder = tmp_path_factory.mktemp("corpus")
-    assert make_corpus.main(["--out", str(folder), "--max-bytes", "300000"]) == 0
+    assert main(["corpus", "--out", str(folder), "--max-bytes", "300000"]) == 0
     return folder
 
 
@@ -51,7 +49,7 @@ def test_corpus_leaves_out_what_is_no_text_to_learn(tmp_path: Path) -> None:
     latin = {"pkg/latin.py": "# coding: latin-1\nname = 'café'\n".encode("latin-1")}
     write_tree(tmp_path / "lib", {**good, **left_out, **latin})
     options = ["--out", str(tmp_path / "out"), "--source", str(tmp_path / "lib")]
-    assert make_corpus.main([*options, "--validation-share", "0.2"]) == 0
+    assert main(["corpus", *options, "--validation-share", "0.2"]) == 0
     train = read_jsonl(tmp_path / "out" / "train.jsonl")
     validation = read_jsonl(tmp_path / "out" / "validation.jsonl")
     paths = {document["path"] for document in train + validation}
@@ -66,7 +64,7 @@ def test_corpus_leaves_out_what_is_no_text_to_learn(tmp_path: Path) -> None:
 
 def test_split_depends_on_the_path_only(tmp_path: Path, corpus: Path) -> None:
     again = tmp_path / "again"
-    assert make_corpus.main(["--out", str(again), "--max-bytes", "600000"]) == 0
+    assert main(["corpus", "--out", str(again), "--max-bytes", "600000"]) == 0
     small = {d["path"] for d in read_jsonl(corpus / "validation.jsonl")}
     large = {d["path"] for d in read_jsonl(again / "validation.jsonl")}
     large_train = {d["path"] for d in read_jsonl(again / "train.jsonl")}
@@ -79,12 +77,12 @@ def test_split_depends_on_the_path_only(tmp_path: Path, corpus: Path) -> None:
 
 def test_corpus_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "nothing").mkdir()
-    options = ["--out", str(tmp_path / "out"), "--source"]
-    assert make_corpus.main([*options, str(tmp_path / "nothing")]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-    for wrong in ([*options, str(tmp_path / "absent")], ["--validation-share", "2"]):
-        with pytest.raises(SystemExit):
-            make_corpus.main(wrong)
+    for source, words in (("nothing", "has 0 training and 0"), ("absent", "is not a folder")):
+        options = ["--out", str(tmp_path / "out"), "--source", str(tmp_path / source)]
+        assert main(["corpus", *options]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
 
 
 def random_texts(count: int) -> list[str]:
@@ -107,7 +105,7 @@ def random_texts(count: int) -> list[str]:
 @pytest.mark.parametrize("pattern", sorted(PATTERNS))
 def test_tiktoken_gives_the_ids_of_the_trained_tokenizer(corpus: Path, pattern: str) -> None:
     texts = [document["text"] for document in read_jsonl(corpus / "train.jsonl")]
-    ranks, trained = train_tokenizer.train_bpe(iter(texts), 700, PATTERNS[pattern])
+    ranks, trained = train_bpe(iter(texts), 700, PATTERNS[pattern])
     assert sorted(ranks.values()) == list(range(700))
     assert {bytes([byte]) for byte in range(256)} <= set(ranks)
     encoding = tiktoken.Encoding(
@@ -124,10 +122,10 @@ def test_tiktoken_gives_the_ids_of_the_trained_tokenizer(corpus: Path, pattern: 
 def test_byte_letters_are_those_of_the_library() -> None:
     from tokenizers import pre_tokenizers
 
-    assert sorted(train_tokenizer.byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
     encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     for text in ("aé \n\x00", "\x7f\u00ad\u0120"):
-        letters = "".join(train_tokenizer.byte_letters()[byte] for byte in text.encode())
+        letters = "".join(byte_letters()[byte] for byte in text.encode())
         assert encode(text)[0][0] == letters
 
 
@@ -137,7 +135,7 @@ def test_vocabulary_report_and_section(
     out, report = tmp_path / "new" / "tok.tiktoken", tmp_path / "report.json"
     options = ["--files", str(corpus / "train.jsonl"), "--out", str(out)]
     options += ["--vocab-size", "512", "--report", str(report)]
-    assert train_tokenizer.main([*options, "--special-tokens", "<|endoftext|>", "<|pad|>"]) == 0
+    assert main(["tokenizer", *options, "--special-tokens", "<|endoftext|>", "<|pad|>"]) == 0
     assert len(read_rank_file(out)) == 510
     assert 'special_tokens = { "<|endoftext|>" = 510, "<|pad|>" = 511 }' in capsys.readouterr().out
     tokenizer = load_tokenizer(
@@ -172,16 +170,16 @@ def test_tokenizer_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     out = str(tmp_path / "out")
     cases = [
         (["--files", str(tmp_path / "no.jsonl"), "--out", out], "matches no file"),
-        (["--files", str(small), "--out", out], "gives only 259 ids"),
+        (["--files", str(small), "--out", out], "which gives only 259 ids"),
         (["--files", str(small), "--out", out, "--text-column", "body"], "columns present: text"),
         (["--files", str(small), "--out", out, "--pattern", "(a"], "is not a valid expression"),
         (["--files", str(small), "--out", out, "--pattern", "gpt5"], "not a known pattern"),
     ]
     for options, message in cases:
-        assert train_tokenizer.main(options) == 1
+        assert main(["tokenizer", *options]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        train_tokenizer.main(["--files", str(small), "--out", out, "--vocab-size", "100"])
+    few = ["--files", str(small), "--out", out, "--vocab-size", "100"]
+    assert main(["tokenizer", *few]) == 2
     assert "must be at least 257" in capsys.readouterr().err

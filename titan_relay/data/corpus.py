@@ -1,19 +1,13 @@
-"""Writes a real text corpus without a download: the source of this machine's standard library.
+"""A real text corpus without a download: the source files of a folder of Python.
 
-    python scripts/make_corpus.py --out outputs/corpus
-
-gives ``train.jsonl`` and ``validation.jsonl`` with one object ``{"text", "path"}`` a line. Test
-suites, installed packages, duplicates, generated tables, and files that cannot be decoded are
-left out. A file is in the validation part if a hash of its path says so, so the split is the
-same on every machine and a file is never in both parts.
+Test suites, installed packages, duplicates, generated tables, and files that cannot be decoded are
+left out. A file is in the validation part if a hash of its path says so, so the split is the same
+on every machine and a file is never in both parts.
 """
 
-import argparse
 import hashlib
 import json
 import os
-import sys
-import sysconfig
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -110,56 +104,3 @@ def write_part(path: Path, documents: list[tuple[str, str]]) -> int:
             stream.write(json.dumps({"text": text, "path": name}, ensure_ascii=False) + "\n")
     os.replace(partial, path)
     return path.stat().st_size
-
-
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Write the standard library's source as JSONL.")
-    parser.add_argument("--out", type=Path, default=Path("outputs/corpus"), help="folder to write")
-    parser.add_argument("--max-bytes", type=int, help="take at most this much text")
-    parser.add_argument(
-        "--validation-share", type=float, default=0.05, help="share of the files held out"
-    )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        default=Path(sysconfig.get_path("stdlib")),
-        help="folder of Python files (default: this interpreter's standard library)",
-    )
-    options = parser.parse_args(arguments)
-    if not 0 < options.validation_share < 1:
-        parser.error(f"--validation-share {options.validation_share} must be between 0 and 1")
-    if options.max_bytes is not None and options.max_bytes <= 0:
-        parser.error(f"--max-bytes {options.max_bytes} must be above 0")
-    if not options.source.is_dir():
-        parser.error(f"--source {options.source} is not a folder; give one with Python files")
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    options = parse_arguments(arguments)
-    corpus = collect(options.source, options.max_bytes, options.validation_share)
-    if not corpus.train or not corpus.validation:
-        print(
-            f"make_corpus: {len(corpus.train)} training and {len(corpus.validation)} validation "
-            f"files found under {options.source}; both are needed: raise --max-bytes or "
-            "--validation-share, or give another --source",
-            file=sys.stderr,
-        )
-        return 1
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        for part, documents in (("train", corpus.train), ("validation", corpus.validation)):
-            path = options.out / f"{part}.jsonl"
-            num_bytes = write_part(path, documents)
-            print(f"{path}: {len(documents)} documents, {num_bytes / 1e6:.2f} MB")
-    except OSError as error:
-        print(f"make_corpus: cannot write to {options.out}: {error}", file=sys.stderr)
-        return 1
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(corpus.left_out.items()))
-    print(f"left out: {reasons or 'nothing'}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

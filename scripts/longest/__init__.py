@@ -1,1 +1,0 @@
-"""Searches for the longest sequence: over plans, and over real steps."""

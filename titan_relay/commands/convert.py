@@ -1,0 +1,118 @@
+"""Converts weights between Hugging Face folders and this project's checkpoints.
+
+    titan-relay convert config --hf-dir DIR
+        prints the [model] section of the folder's config.json
+    titan-relay convert check --hf-dir DIR --config FILE
+        compares configuration, names and shapes, and lists what is missing or unexpected
+    titan-relay convert from-hf --hf-dir DIR --config FILE --out CHECKPOINT
+    titan-relay convert to-hf --checkpoint CHECKPOINT --config FILE --out DIR
+
+Weights go through memory a few tensors at a time, whatever the size of the model. A conversion that
+is killed goes on where it was when the same command is given again. Any key of the configuration
+can be given behind the options, as to train. Exit code 2: the input is wrong, in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_relay.commands.arguments import above_0, command_parser, refuse_typos
+from titan_relay.config import RunConfig, load_config
+from titan_relay.units import in_gib
+from titan_relay.validate import validate_model
+
+DTYPES = ("float32", "bfloat16", "float16")
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    args, keys = _parse(arguments)
+    if args.action == "config":
+        from titan_relay.titan.hf.config_json import toml_of
+        from titan_relay.titan.hf.folder import read_config
+
+        print(toml_of(read_config(args.hf_dir)), end="")
+        return 0
+    loaded = load_config(["--config", args.config, *keys])
+    validate_model(loaded.config, loaded.sources)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    from titan_relay.titan.hf.from_hf import open_checked
+
+    if args.action == "check":
+        folder, _ = open_checked(args.hf_dir, loaded.config.model, skip=args.skip)
+        print(f"{args.hf_dir} fits: {len(folder.places)} tensors, {folder.num_bytes} bytes")
+        return 0
+    try:
+        _convert(args, loaded.config)
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own arguments, and those that are configuration keys."""
+    parser = command_parser("convert", __doc__)
+    actions = parser.add_subparsers(dest="action", required=True)
+    config = actions.add_parser("config", help="print [model] of a folder's config.json")
+    check = actions.add_parser("check", help="compare a folder with a configuration")
+    from_hf = actions.add_parser("from-hf", help="Hugging Face folder to checkpoint")
+    to_hf = actions.add_parser("to-hf", help="checkpoint to Hugging Face folder")
+    for each in (config, check, from_hf):
+        each.add_argument("--hf-dir", type=Path, required=True, help="the Hugging Face folder")
+    for each in (check, from_hf, to_hf):
+        each.add_argument("--config", required=True, help="the run's TOML file")
+    for each in (check, from_hf):
+        each.add_argument(
+            "--skip", default="", help="regular expression: tensors to leave out, if unexpected"
+        )
+    to_hf.add_argument("--checkpoint", type=Path, required=True, help="a step-N folder, as a rule")
+    to_hf.add_argument(
+        "--assets",
+        type=Path,
+        help="folder with config.json and tokenizer files to copy (default: config.json of the "
+        "folder that the checkpoint was converted from, tokenizer of the configuration)",
+    )
+    to_hf.add_argument("--shard-gb", type=above_0, default=5.0, help="largest file (default 5)")
+    for each in (from_hf, to_hf):
+        each.add_argument("--out", type=Path, required=True, help="an empty or new folder")
+        each.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as it is)")
+    args, keys = parser.parse_known_args(arguments)
+    chosen = actions.choices[args.action]
+    refuse_typos(chosen, keys)
+    if args.action == "config" and keys:
+        chosen.error(f"{keys[0]}: no such option")
+    return args, keys
+
+
+def _convert(args: argparse.Namespace, run: RunConfig) -> None:
+    import torch
+
+    from titan_relay.titan.hf.export import tokenizer_of
+    from titan_relay.titan.hf.from_hf import from_hf
+    from titan_relay.titan.hf.progress import peak_memory_bytes
+    from titan_relay.titan.hf.to_hf import to_hf
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    start = time.monotonic()
+    if args.action == "from-hf":
+        from_hf(args.hf_dir, run.model, args.out, dtype=dtype, skip=args.skip)
+    else:
+        to_hf(
+            args.checkpoint,
+            run.model,
+            args.out,
+            dtype=dtype,
+            assets=args.assets,
+            tokenizer=[] if args.assets else tokenizer_of(run.tokenizer),
+            shard_bytes=int(args.shard_gb * 1e9),
+        )
+    print(
+        f"{args.out}: done in {time.monotonic() - start:.0f} s, "
+        f"peak memory {in_gib(peak_memory_bytes())}"
+    )
