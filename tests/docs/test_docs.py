@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_relay.cli import COMMANDS
 from titan_relay.config import ConfigError, load_config
 from titan_relay.config.keys import keys, sections
 from titan_relay.config.settings import read_tables
@@ -122,6 +123,15 @@ def test_make_targets_exist(page: Path) -> None:
     quoted = re.findall(r"`make [^`]+`", prose(page))
     for _, target in MAKE.findall("\n".join([*shell, *quoted])):
         assert target in targets, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_commands_and_scripts_that_are_named_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for name in re.findall(r"titan-relay ([a-z]+)", text):
+        assert name in COMMANDS, name
+    for script in re.findall(r"\bscripts/[\w/]+\.\w+", text):
+        assert (ROOT / script).is_file(), script
 
 
 def test_layouts_of_the_quick_start_are_legal(tmp_path: Path) -> None:

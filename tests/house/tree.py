@@ -1,7 +1,7 @@
 """The repository's Python files as the rules of the house see them: modules and what they import.
 
 A module is named as it is imported: ``kernels/relay_kernels/chunk.py`` is ``relay_kernels.chunk``,
-``scripts/budget/candidates.py`` is ``budget.candidates``. An import is one wherever it stands: inside a
+``scripts/budget/share.py`` is ``budget.share``. An import is one wherever it stands: inside a
 function it delays the cost and not the dependency, and so does one under ``TYPE_CHECKING``.
 """
 

@@ -39,8 +39,8 @@ _BFLOAT16 = 2  # bytes
 def main(arguments: Sequence[str]) -> int:
     args, keys = _parse(arguments)
     _check(args)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake CPU tensors stand for a device's
     runs = runs_of(args.variants, args.config, keys, args.world_size)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake CPU tensors stand for the device's
     device = None if args.measure else device_of(args.device)
     if device is not None and device.is_cpu:
         raise ConfigError("--device cpu: a CPU has no limit; give a number of GiB")

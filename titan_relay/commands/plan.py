@@ -35,10 +35,10 @@ SECONDS_BETWEEN_LINES = 10.0
 
 def main(arguments: Sequence[str]) -> int:
     args, keys = _parse(arguments)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake CPU tensors stand for a device's
     loaded = _load(args.config, keys, args.seq_len)
     validate(loaded.config, args.world_size, loaded.sources, files=False)
     _check(args, loaded.config)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake CPU tensors stand for the device's
     device = device_of(args.device)
     from titan_relay.measure.picture import svg_of
     from titan_relay.titan.plan.changes import nearest_changes

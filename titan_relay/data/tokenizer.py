@@ -191,7 +191,7 @@ def _locate(config: TokenizerConfig) -> tuple[Path, str | None, str | None]:
         if not path.is_file():
             raise DataError(
                 f'tokenizer.path = "{path}" is not a file; kind "tiktoken" needs a rank file '
-                "(scripts/train_tokenizer.py writes one), or a folder with one"
+                "(titan-relay tokenizer writes one), or a folder with one"
             )
         return path, None, None
     if path.is_dir():

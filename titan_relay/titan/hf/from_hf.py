@@ -79,7 +79,7 @@ def open_checked(source: Path, model: ModelConfig, *, skip: str = "") -> tuple[H
         raise HfError(
             f"{difference.toml} = {toml_value(difference.value)}: {source / 'config.json'} has "
             f"{difference.name} = {toml_value(difference.theirs)}; "
-            "`scripts/convert_hf.py config` prints the [model] of a folder"
+            "`titan-relay convert config` prints the [model] of a folder"
         )
     folder = open_folder(source)
     names = NameMap(model)
