@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch.distributed as dist
+
 from budget.candidates import Choice, within_budget
 from budget.where_time_goes import Share, largest_shares
-
 from titan_relay.commands.arguments import above_0, at_least_1, parse_with_keys
 from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variants
 from titan_relay.config import ConfigError, RunConfig

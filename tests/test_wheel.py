@@ -81,9 +81,7 @@ def test_a_conversion_there_and_back(installed: Path, tmp_path: Path) -> None:
     run_of(tmp_path / "hf")
     config = ["--config", "hf.toml"]
     from_hf = ["--hf-dir", "hf", "--out", "checkpoint"]
-    call(
-        installed, tmp_path, "convert", "from-hf", "--hf-dir", "hf", "--out", "checkpoint", *config
-    )
+    call(installed, tmp_path, "convert", "from-hf", *from_hf, *config)
     to_hf = ["--checkpoint", "checkpoint", "--out", "out"]
     assert "done in" in call(installed, tmp_path, "convert", "to-hf", *to_hf, *config)
     assert (tmp_path / "out" / "config.json").is_file()
