@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -92,7 +93,7 @@ def parse_with_keys(
 
 def refuse_typos(parser: argparse.ArgumentParser, keys: Sequence[str]) -> None:
     """End with the parser's error where a word without a section looks like one of its options."""
-    options = [option for action in parser._actions for option in action.option_strings]
+    options = re.findall(r"--[a-z-]+", parser.format_usage())
     for word in keys:
         name = word.partition("=")[0]
         if name.startswith("--") and "." not in name:
