@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/kernels", "tests/moe/test_loopback.py")
+TESTS = ("tests/kernels", "tests/scripts/test_check_ring.py")
 # Tests of scripts that start processes of their own.
 LEFT_OUT = (
     "test_bench_cpu_experts.py",

@@ -54,4 +54,4 @@ def test_the_default_is_all_tests_of_kernels_that_start_no_scripts():
     kernels = {f"tests/kernels/{path.name}" for path in (Path(__file__).parent).glob("test_*.py")}
     left_out = {f"tests/kernels/{name}" for name in gpu_tests.LEFT_OUT}
     assert left_out <= kernels
-    assert names == kernels - left_out | {"tests/moe/test_loopback.py"}
+    assert names == kernels - left_out | {"tests/scripts/test_check_ring.py"}

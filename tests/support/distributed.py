@@ -5,7 +5,7 @@
 ``backend="nccl"``), and returns their results by rank. Rendezvous is a file, so no port can clash;
 a rank that fails ends the others and its traceback is shown; ranks that do not end within
 ``timeout_s`` are ended and named. Starting ranks is not free: test many configurations inside one
-call, ``subgroup`` gives smaller groups.
+call: ``run_jobs`` gives results by name, for a test each, and ``subgroup`` gives smaller groups.
 """
 
 import multiprocessing
@@ -13,7 +13,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -72,6 +73,35 @@ def run_ranks(
     if failures:
         raise RanksFailed("\n".join(failures))
     return [report[1] for report in reports]
+
+
+@dataclass(frozen=True)
+class Job:
+    """``function(group, *args)`` on each of the group of the first ``num_ranks`` ranks."""
+
+    num_ranks: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
+def run_jobs(jobs: Mapping[str, Job], world_size: int) -> dict[str, list[Any]]:
+    """Run jobs one after the other in one group of ranks; by name their results by rank.
+
+    What is wrong in one of them should be a result, so that a test for each can look at its own; an
+    exception ends all.
+    """
+    by_rank = run_ranks(_do_jobs, world_size, jobs)
+    return {name: [results[name] for results in by_rank if name in results] for name in jobs}
+
+
+def _do_jobs(jobs: Mapping[str, Job]) -> dict[str, Any]:
+    sizes = sorted({job.num_ranks for job in jobs.values()})
+    groups = {size: subgroup(range(size)) for size in sizes}
+    return {
+        name: job.function(groups[job.num_ranks], *job.args)
+        for name, job in jobs.items()
+        if groups[job.num_ranks] is not None
+    }
 
 
 def forkserver() -> ForkServerContext:
