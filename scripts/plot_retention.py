@@ -22,7 +22,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from titan_relay.ops import DocumentMask, document_attention
-from titan_relay.recompute.levels import LayerCost, plan_retention
+from titan_relay.recompute.levels import LayerCost, choose_levels
 from titan_relay.units import MIB
 
 NUM_LAYERS = 48
@@ -84,7 +84,7 @@ def saved_share(cost: LayerCost, share: float) -> float:
         for i in range(NUM_LAYERS)
     ]
     budget = share * NUM_LAYERS * cost.bytes_at("full")
-    return plan_retention(layers, budget).seconds / (NUM_LAYERS * cost.seconds_at("full"))
+    return choose_levels(layers, budget).seconds / (NUM_LAYERS * cost.seconds_at("full"))
 
 
 def plot(costs: dict[int, LayerCost], device: str, path: Path) -> None:

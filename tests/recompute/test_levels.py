@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_relay.recompute.levels import LayerCost, plan_retention, retention_of
+from titan_relay.recompute.levels import ChosenLevels, LayerCost, choose_levels
 
 COSTS = st.lists(
     st.builds(
@@ -31,12 +31,14 @@ RANK = {"recompute": 0, "output": 1, "full": 2}
     alive=st.integers(1, 4),
 )
 def test_budget_is_kept_and_more_of_it_never_keeps_less(costs, budgets, alive) -> None:
-    small, large = (plan_retention(costs, budget, alive) for budget in sorted(budgets))
-    for plan, budget in ((small, min(budgets)), (large, max(budgets))):
-        assert plan.num_bytes <= budget
-        assert plan == retention_of(costs, plan.levels, alive)
+    small, large = (choose_levels(costs, budget, alive) for budget in sorted(budgets))
+    for chosen, budget in ((small, min(budgets)), (large, max(budgets))):
+        assert chosen.num_bytes <= budget
+        assert chosen == ChosenLevels.of(costs, chosen.of_layer, alive)
     assert small.num_bytes <= large.num_bytes
-    assert all(RANK[level] <= RANK[large.levels[layer]] for layer, level in small.levels.items())
+    assert all(
+        RANK[level] <= RANK[large.of_layer[layer]] for layer, level in small.of_layer.items()
+    )
 
 
 def equal_layers(num_layers: int, **cost: float) -> list[LayerCost]:
@@ -45,16 +47,16 @@ def equal_layers(num_layers: int, **cost: float) -> list[LayerCost]:
 
 def test_long_sequences_keep_all_outputs_before_any_projection() -> None:
     costs = equal_layers(3, output_bytes=10, output_seconds=10.0, full_bytes=10, full_seconds=1.0)
-    assert plan_retention(costs, 40).levels == {0: "full", 1: "output", 2: "output"}
+    assert choose_levels(costs, 40).of_layer == {0: "full", 1: "output", 2: "output"}
 
 
 def test_short_sequences_keep_projections_with_their_outputs() -> None:
     costs = equal_layers(3, output_bytes=10, output_seconds=1.0, full_bytes=10, full_seconds=10.0)
-    assert plan_retention(costs, 40).levels == {0: "full", 1: "full", 2: "recompute"}
+    assert choose_levels(costs, 40).of_layer == {0: "full", 1: "full", 2: "recompute"}
 
 
 def test_microbatches_alive_together_share_the_budget() -> None:
     costs = equal_layers(2, output_bytes=10, output_seconds=1.0, full_bytes=10, full_seconds=0.5)
-    plan = plan_retention(costs, 40, microbatches_alive=3)
-    assert plan.levels == {0: "output", 1: "recompute"}
-    assert plan.num_bytes == 30
+    chosen = choose_levels(costs, 40, microbatches_alive=3)
+    assert chosen.of_layer == {0: "output", 1: "recompute"}
+    assert chosen.num_bytes == 30

@@ -48,7 +48,6 @@ from typing import Any, Self
 import torch
 from torch.overrides import TorchFunctionMode
 
-from titan_relay.measure.host_memory import allocates_on_host
 from titan_relay.measure.ledger import Event, Label, Ledger, Peak, Window
 from titan_relay.measure.operators import (
     OpTraits,
@@ -59,6 +58,7 @@ from titan_relay.measure.operators import (
 )
 from titan_relay.measure.storages import (
     Trackable,
+    allocates_on_host,
     has_storage,
     is_wrapper,
     plain_tensors,

@@ -2,17 +2,24 @@
 
 A wrapper subclass (a DTensor, for one) has no memory of its own and reports its *global* size, so
 only the tensors inside it are looked at.
+
+Host memory may stand in for device memory. On a machine without a device both are the same memory,
+so bytes say themselves which they are: what is allocated inside `host_allocation` is the host's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from titan_relay.private_torch import fake_mode_is_on
+
+_allocates_on_host: ContextVar[bool] = ContextVar("titan_relay_host_allocation", default=False)
 
 Trackable = torch.Tensor | nn.Module | Optimizer | Mapping | list | tuple | set
 
@@ -73,3 +80,18 @@ def storage_has_memory(storage: torch.UntypedStorage) -> bool:
     tensors are being computed with at the moment.
     """
     return storage.device.type != "meta" or fake_mode_is_on()
+
+
+@contextmanager
+def host_allocation() -> Iterator[None]:
+    """Tensors made inside are host memory, whatever the device."""
+    token = _allocates_on_host.set(True)
+    try:
+        yield
+    finally:
+        _allocates_on_host.reset(token)
+
+
+def allocates_on_host() -> bool:
+    """Whether a tensor made now is host memory."""
+    return _allocates_on_host.get()

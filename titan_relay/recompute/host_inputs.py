@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from titan_relay.measure.host_memory import HostBuffers
+from titan_relay.measure.storages import host_allocation
 
 
 class HostInputs:
@@ -63,6 +63,50 @@ class HostInputs:
         if self._has_device and self._stream is None:
             self._stream = torch.cuda.Stream()
         return self._stream
+
+
+class HostBuffers:
+    """Flat byte buffers in host memory, pinned beside a CUDA device, reused by size.
+
+    Args:
+        budget_bytes: never are more bytes allocated.
+        pinned: lock the pages, so that a device copies without waiting for the host.
+    """
+
+    def __init__(self, budget_bytes: int, *, pinned: bool) -> None:
+        self.budget_bytes = budget_bytes
+        self.allocated_bytes = 0
+        self._pinned = pinned
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, num_bytes: int) -> torch.Tensor | None:
+        """A buffer of that size, or None if the budget has no room for it."""
+        free = self._free.get(num_bytes)
+        if free:
+            return free.pop()
+        if self.allocated_bytes + num_bytes > self.budget_bytes:
+            return None
+        self.allocated_bytes += num_bytes
+        with host_allocation():
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Let the buffer be used again; nothing may still read or write it."""
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def shrink(self, num_bytes: int) -> int:
+        """Free as many unused buffers as make at most `num_bytes`, and none are allocated again.
+
+        Returns their bytes.
+        """
+        freed_bytes = 0
+        for size, buffers in self._free.items():
+            while buffers and freed_bytes + size <= num_bytes:
+                buffers.pop()
+                freed_bytes += size
+        self.allocated_bytes -= freed_bytes
+        self.budget_bytes = self.allocated_bytes
+        return freed_bytes
 
 
 def _unpack(packed: torch.Tensor | _Kept) -> torch.Tensor:

@@ -48,25 +48,34 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class RetentionPlan:
+class ChosenLevels:
     """The level of each layer, by its index.
 
     num_bytes: retained at most, over all microbatches that are alive together.
     seconds: recomputation saved a microbatch.
     """
 
-    levels: dict[int, Level]
+    of_layer: dict[int, Level]
     num_bytes: int
     seconds: float
 
+    @classmethod
+    def of(
+        cls, costs: Sequence[LayerCost], levels: dict[int, Level], microbatches_alive: int = 1
+    ) -> ChosenLevels:
+        """With what `levels` cost and save."""
+        num_bytes = sum(cost.bytes_at(levels[cost.layer]) for cost in costs)
+        seconds = sum(cost.seconds_at(levels[cost.layer]) for cost in costs)
+        return cls(levels, num_bytes * microbatches_alive, seconds)
+
     def count(self, level: Level) -> int:
         """Layers at a level."""
-        return sum(each == level for each in self.levels.values())
+        return sum(each == level for each in self.of_layer.values())
 
 
-def plan_retention(
+def choose_levels(
     costs: Sequence[LayerCost], budget_bytes: float, microbatches_alive: int = 1
-) -> RetentionPlan:
+) -> ChosenLevels:
     """Spend `budget_bytes` on the layers of `costs`.
 
     Args:
@@ -83,16 +92,7 @@ def plan_retention(
             break
         spent_bytes += step.num_bytes
         levels[step.layer] = step.level
-    return retention_of(costs, levels, microbatches_alive)
-
-
-def retention_of(
-    costs: Sequence[LayerCost], levels: dict[int, Level], microbatches_alive: int = 1
-) -> RetentionPlan:
-    """The plan with given levels."""
-    num_bytes = sum(cost.bytes_at(levels[cost.layer]) for cost in costs)
-    seconds = sum(cost.seconds_at(levels[cost.layer]) for cost in costs)
-    return RetentionPlan(levels, num_bytes * microbatches_alive, seconds)
+    return ChosenLevels.of(costs, levels, microbatches_alive)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,8 @@ this block does the real thing. The graph cannot show a use that has no gradient
 ``x * (moe(x) > 0)``; such a block needs plain ``torch.utils.checkpoint``.
 """
 
-import contextlib
 from collections.abc import Callable
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,29 +20,15 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from titan_relay.private_torch import saves_tensors, sequence_number, tree_leaves
+from titan_relay.recompute.frame import ContextFn, Frame, Keeps, current_frame
 
-ContextFn = Callable[
-    [], tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]
-]
-
-
-@dataclass
-class _Block:
-    """One checkpointed forward and its recompute."""
-
-    recomputing: bool = False
-    value_needed: bool = False
-    relays: list[Node] = field(default_factory=list)
-
-
-# The checkpointed block being run by this thread, if any. Set and reset by the context managers
-# below; a context variable is how a registered op learns of the code around it.
-_block: ContextVar[_Block | None] = ContextVar("titan_relay_checkpointed_block", default=None)
+_NOTHING = Keeps()
 
 
 def relay_checkpoint(
     function: Callable[..., Any],
     *args: Any,
+    keeps: Keeps = _NOTHING,
     context_fn: ContextFn = noop_context_fn,
     **kwargs: Any,
 ) -> Any:
@@ -52,6 +36,7 @@ def relay_checkpoint(
 
     Args:
         function: typically a transformer block; called with ``args``.
+        keeps: what is kept for backward besides the arguments.
         context_fn: as in ``torch.utils.checkpoint``, for selective checkpointing. The relay's ops
             (``relay_ops()``) need not be in its save list: saving their output would cost one
             copy of the tokens per layer.
@@ -67,52 +52,27 @@ def relay_checkpoint(
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = context_fn
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
-    block = _Block()
-
-    def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-        forward_context, recompute_context = context_fn()
-        return (
-            _Running(block, forward_context, recomputing=False),
-            _Running(block, recompute_context, recomputing=True),
-        )
-
-    outputs = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    block.value_needed = _value_needed(outputs, block.relays)
-    # The block is referenced by the graph from here on, so it must not reference the graph.
-    block.relays.clear()
+    frame = Frame(keeps)
+    kwargs["context_fn"] = frame.contexts_in(context_fn)
+    with nullcontext() if keeps.host is None else keeps.host.around(keeps.layer, args[0]):
+        outputs = checkpoint(function, *args, use_reentrant=False, **kwargs)
+    frame.value_needed = _value_needed(outputs, frame.skippable)
+    # The frame is referenced by the graph from here on, so it must not reference the graph.
+    frame.skippable.clear()
     return outputs
 
 
 def note_relay_output(out_TD: torch.Tensor) -> None:
     """Tell the surrounding block, if any, which node of the graph is a relay."""
-    block = _block.get()
-    if block is not None and not block.recomputing and out_TD.grad_fn is not None:
-        block.relays.append(out_TD.grad_fn)
+    frame = current_frame()
+    if frame is not None and not frame.recomputing and out_TD.grad_fn is not None:
+        frame.skippable.append(out_TD.grad_fn)
 
 
 def value_is_needed() -> bool:
     """False while a block is recomputed in which nobody uses the relay's value."""
-    block = _block.get()
-    return block is None or not block.recomputing or block.value_needed
-
-
-class _Running(contextlib.AbstractContextManager):
-    """The forward or the recompute of a block; the latter once for every backward."""
-
-    def __init__(
-        self, block: _Block, inner: contextlib.AbstractContextManager, *, recomputing: bool
-    ) -> None:
-        self._block, self._inner, self._recomputing = block, inner, recomputing
-        self._tokens: list[Token[_Block | None]] = []
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-        self._block.recomputing = self._recomputing
-        self._tokens.append(_block.set(self._block))
-
-    def __exit__(self, *exc_info: Any) -> bool | None:
-        _block.reset(self._tokens.pop())
-        return self._inner.__exit__(*exc_info)
+    frame = current_frame()
+    return frame is None or not frame.recomputing or frame.value_needed
 
 
 def _value_needed(outputs: Any, relays: list[Node]) -> bool:

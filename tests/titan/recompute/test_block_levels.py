@@ -1,4 +1,4 @@
-"""Retention levels on real blocks: equal bits, the bytes that the plan says, the working peak."""
+"""Retention levels on real blocks: equal bits, the bytes that are foretold, the working peak."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from tests.titan.recompute.blocks import QWEN3_RATIOS, relay_model
 from tests.titan.runs import a_run, config_file, trainer_of, write_data
 from tests.titan.tiny import TINY, apply_model, row_positions, tiny_config
 from titan_relay.measure import LiveBytes
-from titan_relay.measure.host_memory import HostBuffers
-from titan_relay.recompute import relay_checkpoint
-from titan_relay.recompute.host_inputs import HostInputs, _Kept
-from titan_relay.recompute.levels import plan_retention
+from titan_relay.recompute.levels import choose_levels
 from titan_relay.titan.model.attention import prepare_cpu_batch
 from titan_relay.titan.recompute.cost import Microbatch, Seconds, layer_costs
 
@@ -111,7 +108,7 @@ def block_of(config: Any, level: str, num_tokens: int) -> tuple[Any, Any, torch.
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_kept_bytes_are_those_of_the_plan(level) -> None:
+def test_kept_bytes_are_those_foretold(level) -> None:
     """And level recompute keeps one copy of the block's input, and a byte a routed copy."""
     num_tokens = 128
     (block, mask, positions), model, x = block_of(QWEN3_RATIOS, level, num_tokens)
@@ -175,63 +172,6 @@ def test_block_inputs_in_host_memory(num_on_host) -> None:
     assert all(map(torch.equal, actual, expected))
 
 
-def test_a_block_input_is_fetched_ahead_of_the_block_after_it(monkeypatch) -> None:
-    host, events = HostInputs(2**20), []
-    prefetch = _Kept.prefetch
-
-    def note_prefetch(kept: _Kept) -> None:
-        if kept._fetched is None:
-            events.append(("fetch", kept.layer))
-        prefetch(kept)
-
-    class Sine(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, h, layer):
-            ctx.save_for_backward(h)
-            ctx.layer = layer
-            return h.sin()
-
-        @staticmethod
-        def backward(ctx, grad):
-            (h,) = ctx.saved_tensors
-            events.append(("backward", ctx.layer))
-            return grad * h.cos(), None
-
-    monkeypatch.setattr(_Kept, "prefetch", note_prefetch)
-    h = torch.randn(4, 8, requires_grad=True) * 1
-    for layer in range(3):
-        with host.around(layer, h):
-            h = relay_checkpoint(Sine.apply, h, layer)
-    h.sum().backward()
-    assert events == [
-        *(("fetch", 2), ("fetch", 1), ("backward", 2)),
-        *(("fetch", 0), ("backward", 1)),
-        ("backward", 0),
-    ]
-
-
-def test_host_buffers_are_reused_within_their_budget() -> None:
-    buffers = HostBuffers(100, pinned=False)
-    first = buffers.take(60)
-    assert buffers.take(60) is None
-    buffers.give_back(first)
-    assert buffers.take(60) is first
-    assert buffers.take(40) is not None
-    assert buffers.allocated_bytes == 100
-
-
-def test_host_buffers_shrink_by_what_is_unused() -> None:
-    buffers = HostBuffers(100, pinned=False)
-    held = [buffers.take(30) for _ in range(3)]
-    assert buffers.shrink(1000) == 0  # all are in use
-    for buffer in held[:2]:
-        buffers.give_back(buffer)
-    assert buffers.shrink(59) == 30  # whole buffers, and no more than asked for
-    assert buffers.allocated_bytes == buffers.budget_bytes == 60
-    assert buffers.take(30) is held[0]
-    assert buffers.take(30) is None
-
-
 def inputs_come_back(folder: str) -> dict[str, list[Any]]:
     """In a rank: host bytes at the end and each step's loss, by where block inputs wait."""
     found: dict[str, list[Any]] = {}
@@ -239,7 +179,7 @@ def inputs_come_back(folder: str) -> dict[str, list[Any]]:
         budget = {} if where == "device" else {"attention_retention__host_budget_gib": 1.0}
         settings = {"training__steps": 4, "attention_retention__block_inputs": where} | budget
         trainer = trainer_of(Path(folder), a_run(where, **settings))
-        host = trainer.retention._levels.host
+        host = trainer.retention.levels.host
         trainer.train()
         found[where] = [0 if host is None else host.buffers.allocated_bytes, trainer.losses]
         trainer.close()
@@ -268,8 +208,9 @@ def choices(folder: str) -> dict[str, tuple[list[str], int, bool]]:
         }
         trainer = trainer_of(Path(folder), a_run(name, **settings))
         trainer.train()
-        plan = trainer.retention.plan
-        found[name] = [*plan.levels.values()], plan.num_bytes, plan.seconds > 0
+        chosen = trainer.retention.chosen
+        levels = [*chosen.of_layer.values()]
+        found[name] = levels, chosen.num_bytes, chosen.seconds > 0
         trainer.close()
     return found
 
@@ -294,5 +235,5 @@ def test_measured_times_decide() -> None:
         (slow_projections, ["full", "recompute"]),
     ):
         costs = layer_costs(shapes, TINY_BATCH, measured)
-        plan = plan_retention(costs, costs[0].bytes_at("full"))
-        assert [*plan.levels.values()] == expected
+        chosen = choose_levels(costs, costs[0].bytes_at("full"))
+        assert [*chosen.of_layer.values()] == expected

@@ -15,7 +15,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from titan_relay.ops import float32_linear
-from titan_relay.recompute.retained import settled
+from titan_relay.recompute.decisions import keep_decision
 
 
 class Float32Linear(Linear):
@@ -86,16 +86,8 @@ class Router(TokenChoiceTopKRouter):
             ids_BLK, scores_BLK = self._debug_force_load_balance_routing(probs_BLE)
         else:
             ids_BLK = torch.topk(choice_BLE, k=self.top_k, dim=-1, sorted=False).indices
-            ids_BLK = settled_ids(ids_BLK, self.num_experts)
+            ids_BLK = keep_decision(ids_BLK, self.num_experts)
             scores_BLK = probs_BLE.gather(dim=-1, index=ids_BLK)
         if self.route_norm:
             scores_BLK = scores_BLK / (scores_BLK.sum(dim=-1, keepdim=True) + 1e-20)
         return Routing(scores_BLK * self.route_scale, ids_BLK, probs_BLE, logits_BLE)
-
-
-def settled_ids(ids_BLK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The chosen experts; in a recompute those of the first time, whatever the logits say now."""
-    if not isinstance(ids_BLK, DTensor):
-        return settled(ids_BLK, num_experts)
-    local = settled(ids_BLK.to_local(), num_experts)
-    return DTensor.from_local(local, ids_BLK.device_mesh, ids_BLK.placements, run_check=False)

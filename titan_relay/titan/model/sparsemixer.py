@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from titan_relay.recompute.retained import settled
+from titan_relay.recompute.decisions import keep_decision
 from titan_relay.titan.model.random_numbers import counter_uniform
 from titan_relay.titan.model.router import Router, Routing
 
@@ -112,13 +112,13 @@ class SparseMixerRouter(Router):
             out_BLE = taken_BLE | (distance_BLE > 2 * self.jitter)
         competing_BLE = logits_BLE.masked_fill(out_BLE, float("-inf"))
         probs_BLE = F.softmax(competing_BLE, dim=-1)
-        # A recompute must not choose again: see `settled`.
-        best_id_BL1 = settled(torch.topk(left_BLE, 1, dim=-1).indices, self.num_experts)
+        # A recompute must not choose again: see `keep_decision`.
+        best_id_BL1 = keep_decision(torch.topk(left_BLE, 1, dim=-1).indices, self.num_experts)
         if draws is None:
             return best_id_BL1, probs_BLE.gather(-1, best_id_BL1)
         gumbel_BLE, uniform_BL1 = draws
         id_BL1 = torch.topk(competing_BLE.detach() + gumbel_BLE, 1, dim=-1).indices
-        id_BL1 = settled(id_BL1, self.num_experts)
+        id_BL1 = keep_decision(id_BL1, self.num_experts)
         score_BL1 = probs_BLE.gather(-1, id_BL1)
         whole = (id_BL1 == best_id_BL1) | (uniform_BL1 > _KEEP_ABOVE)
         value_BL1 = torch.where(whole, score_BL1, score_BL1 * _THIRD).detach()

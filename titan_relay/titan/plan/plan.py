@@ -10,7 +10,7 @@ from titan_relay.config import RunConfig, degrees_of
 from titan_relay.measure.devices import Device
 from titan_relay.measure.step_memory import StepMemory
 from titan_relay.titan.plan.dry_run import dry_run
-from titan_relay.titan.plan.settled import settled
+from titan_relay.titan.recompute.choice import run_after_choice
 from titan_relay.titan.train.relay_setup import RelayPlan, relay_plan
 
 # What live tensors cannot have of a device: the driver's context, communication buffers, library
@@ -84,7 +84,7 @@ def plan_run(
         RuntimeError: this process is in a process group already.
     """
     memory = start = dry_run(run, world_size, device, rank=rank, skew=skew, watch=watch)
-    later = _settled(run, world_size, start, device)
+    later = _after_choice(run, world_size, start, device)
     if later is not None:
         memory = dry_run(later, world_size, device, rank=rank, skew=skew, watch=watch)
     worst_bytes: int | None = max(_highest(memory), _highest(start))
@@ -97,11 +97,11 @@ def plan_run(
     return Plan(run, world_size, rank, device, memory, start, worst_bytes, relay)
 
 
-def _settled(
+def _after_choice(
     run: RunConfig, world_size: int, start: StepMemory, device: Device
 ) -> RunConfig | None:
     usable = usable_bytes(device)
     if usable is None or device.capacity_bytes is None:
         return None
     within_margin = device.capacity_bytes * (1 - run.attention_retention.safety_margin)
-    return settled(run, world_size, start, min(usable, within_margin))
+    return run_after_choice(run, world_size, start, min(usable, within_margin))

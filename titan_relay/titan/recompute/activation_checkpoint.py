@@ -3,7 +3,7 @@
 A recompute never decides again which experts a token goes to: the chosen ids are saved (8 bytes and
 the score a copy), because a choice between near-equal logits may come out differently the second
 time, and then gradients belong to other experts than the output did. Nor does it run the ring
-again; see `titan_relay.moe.relay_checkpoint`.
+again; see `titan_relay.recompute.relay_checkpoint`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from titan_relay.config.schema import ActivationCheckpointConfig
 from titan_relay.moe import relay_ops
 from titan_relay.private_torch import checkpoint_wrapper
 from titan_relay.recompute import relay_checkpoint
-from titan_relay.recompute.retained import retention_contexts
 
 
 class RelayFullAC(ActivationCheckpointing):
@@ -36,7 +35,6 @@ class RelayFullAC(ActivationCheckpointing):
         return checkpoint_wrapper(
             module,
             checkpoint_fn=relay_checkpoint,
-            context_fn=retention_contexts(frozenset()),
             preserve_rng_state=self.config.preserve_rng_state,
             determinism_check=self.config.determinism_check,
             early_stop=False,

@@ -1,5 +1,5 @@
 """`[attention_retention]` on torchtitan's blocks: whole blocks are checkpointed, and what a level
-keeps is kept by `titan_relay.recompute.retained`.
+keeps are retained calls (`titan_relay.recompute.retained`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from titan_relay.private_torch import checkpoint_wrapper
 from titan_relay.recompute import relay_checkpoint
 from titan_relay.recompute.clock import CallClock
+from titan_relay.recompute.frame import Keeps
 from titan_relay.recompute.host_inputs import HostInputs
 from titan_relay.recompute.levels import Level
-from titan_relay.recompute.retained import retained_call, retention_contexts
+from titan_relay.recompute.retained import retained_call
 
 KERNEL = "attention kernel"
 PROJECTION = "attention projection"
-_KINDS: dict[Level, frozenset[str]] = {
+_CALLS: dict[Level, frozenset[str]] = {
     "recompute": frozenset(),
     "output": frozenset({KERNEL}),
     "full": frozenset({KERNEL, PROJECTION}),
@@ -52,9 +53,14 @@ class Levels:
     clock: CallClock | None = None
     host: HostInputs | None = None
 
-    def kinds(self, layer: int) -> frozenset[str]:
-        """The kinds of calls that this layer keeps."""
-        return _KINDS[self.of_layer.get(layer, "recompute")]
+    def keeps(self, layer: int) -> Keeps:
+        """What this layer's block keeps now."""
+        calls = _CALLS[self.of_layer.get(layer, "recompute")]
+        return Keeps(calls, self.clock, self.host, layer)
+
+    def checkpoint(self, layer: int, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run this layer's block, which keeps what its level says."""
+        return relay_checkpoint(block, *args, keeps=self.keeps(layer), **kwargs)
 
 
 class BlockRetention(ActivationCheckpointing):
@@ -76,31 +82,15 @@ class BlockRetention(ActivationCheckpointing):
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         assert isinstance(self.config, BlockRetention.Config)
         assert base_fqn is not None
-        levels, layer = self.config.levels, int(base_fqn.rpartition(".")[2])
+        layer = int(base_fqn.rpartition(".")[2])
         return checkpoint_wrapper(
             module,
-            checkpoint_fn=functools.partial(_checkpoint, levels.host, layer),
-            context_fn=lambda: retention_contexts(levels.kinds(layer), levels.clock)(),
+            checkpoint_fn=functools.partial(self.config.levels.checkpoint, layer),
             preserve_rng_state=self.config.preserve_rng_state,
             determinism_check=self.config.determinism_check,
             early_stop=False,  # forward hooks of a recompute run to their end
             debug=self.config.debug,
         )
-
-
-def _checkpoint(
-    host: HostInputs | None,
-    layer: int,
-    block: Callable[..., Any],
-    x: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`relay_checkpoint` of a block with input `x`, which goes to the host where there is one."""
-    if host is None or not torch.is_grad_enabled():
-        return relay_checkpoint(block, x, *args, **kwargs)
-    with host.around(layer, x):
-        return relay_checkpoint(block, x, *args, **kwargs)
 
 
 def make_retainable(model: nn.Module, levels: Levels) -> None:

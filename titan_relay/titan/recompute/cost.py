@@ -1,17 +1,14 @@
-"""What a layer's levels cost and save in this run, and a plan in words and numbers."""
+"""What a layer's levels cost and save in this run, and what its block's input takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torchtitan.tools.logging import logger
-
 from titan_relay.config import RunConfig
 from titan_relay.config.degrees import Degrees
-from titan_relay.recompute.levels import LayerCost, RetentionPlan
+from titan_relay.recompute.levels import LayerCost
 from titan_relay.titan.recompute.block_levels import AttentionShape
-from titan_relay.units import GIB, in_mib
 
 _LSE_BYTES = 4  # the log-sum-exp is float32
 
@@ -89,43 +86,7 @@ def layer_costs(
     ]
 
 
-def log_block_inputs(run: RunConfig, microbatch: Microbatch, num_layers: int) -> None:
-    """Say how many of this rank's block inputs have room on the host."""
-    if run.attention_retention.host_budget_gib is None:
-        return
-    unit_bytes = block_input_bytes(run, microbatch)
-    wanted = num_layers * microbatch.num_alive
-    fitting = min(wanted, int(run.attention_retention.host_budget_gib * GIB / unit_bytes))
-    logger.info(
-        f"Block inputs in host memory: {fitting} of {wanted}, {in_mib(fitting * unit_bytes)}"
-    )
-
-
 def block_input_bytes(run: RunConfig, microbatch: Microbatch) -> int:
     """One block's input, of one microbatch on this rank."""
     tp = microbatch.tp if run.parallelism.enable_sequence_parallel else 1
     return microbatch.num_tokens // tp * run.model.dim * microbatch.itemsize
-
-
-def log_plan(plan: RetentionPlan) -> None:
-    """Say what is kept, in a form that can be given as `attention_retention.layers`."""
-    counts = ", ".join(
-        f"{plan.count(level)} {level}"
-        for level in ("recompute", "output", "full")
-        if plan.count(level)
-    )
-    logger.info(f"Attention kept for backward: {in_mib(plan.num_bytes)}; layers: {counts}")
-    if len(set(plan.levels.values())) > 1:
-        listed = ", ".join(f'"{level}"' for _, level in sorted(plan.levels.items()))
-        logger.info(f"The same again: attention_retention.layers = [{listed}]")
-
-
-def plan_curves(plan: RetentionPlan) -> dict[str, float]:
-    """The plan as numbers for TensorBoard."""
-    return {
-        "retention/plan/bytes": float(plan.num_bytes),
-        **{
-            f"retention/plan/layers_{level}": float(plan.count(level))
-            for level in ("recompute", "output", "full")
-        },
-    }
