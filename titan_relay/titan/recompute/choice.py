@@ -66,10 +66,8 @@ class RetentionChoice:
 
     def curves(self) -> dict[str, float]:
         """The choice in numbers."""
-        counts = {f"retention/layers_{level}": self.chosen.count(level) for level in _LEVELS}
-        return {"retention/bytes": float(self.chosen.num_bytes)} | {
-            name: float(count) for name, count in counts.items()
-        }
+        counts = {f"retention/layers_{each}": float(self.chosen.count(each)) for each in _LEVELS}
+        return {"retention/bytes": float(self.chosen.num_bytes), **counts}
 
     def _first_choice(self) -> ChosenLevels:
         costs = layer_costs(self.levels.shapes, self._microbatch)
