@@ -26,7 +26,7 @@ import torch.distributed as dist
 from budget.candidates import Choice, within_budget
 from budget.where_time_goes import Share, largest_shares
 from titan_relay.commands.arguments import above_0, at_least_1, parse_with_keys
-from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variants
+from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variant_names
 from titan_relay.config import ConfigError, RunConfig
 from titan_relay.local_ranks import largest, on_ranks, say
 from titan_relay.titan.plan.measure import measure_steps, small_trainer
@@ -178,7 +178,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--budget-mib", type=above_0, required=True, help="live bytes of a rank")
     parser.add_argument("--seq-len", type=at_least_1, help="instead of the baseline's longest")
     parser.add_argument(
-        "--variants", type=variants, default=[BASELINE, "relay-recompute"],
+        "--variants", type=variant_names, default=[BASELINE, "relay-recompute"],
         help=f"any of {','.join(VARIANTS)}",
     )  # fmt: skip
     parser.add_argument("--turns", type=at_least_1, default=3, help="timed steps of each choice")

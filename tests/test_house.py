@@ -20,7 +20,7 @@ NOT_YET = {
     "no_crumbs": 4,
     "names_are_given_once": 20,
     "private_names_have_one_home": 25,
-    "nothing_of_ours_is_patched": 16,
+    "nothing_of_ours_is_patched": 15,
     "tests_use_public_names": 11,
     "few_parameters": 22,
 }

@@ -25,7 +25,7 @@ from titan_relay.commands.arguments import (
     device_of,
     parse_with_keys,
 )
-from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variants
+from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variant_names
 from titan_relay.config import ConfigError, RunConfig
 from titan_relay.units import MIB, in_words
 
@@ -64,7 +64,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = command_parser("longest", __doc__)
     add_run_options(parser, device_needed=False)
     parser.add_argument(
-        "--variants", type=variants, default=list(VARIANTS),
+        "--variants", type=variant_names, default=list(VARIANTS),
         help=f"any of {','.join(VARIANTS)} (default: all)",
     )  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="real steps on CPU ranks")

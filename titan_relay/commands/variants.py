@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BASELINE = "alltoall-full-recompute"
 
 
-def variants(text: str) -> list[str]:
+def variant_names(text: str) -> list[str]:
     """Names between commas, as the type of an argument."""
     names = text.split(",")
     for name in names:

@@ -57,9 +57,10 @@ def test_a_check_of_no_plans_is_an_error(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what the import hides comes back
     import check_plan
 
-    monkeypatch.setattr(check_plan, "all_cases", lambda *_: [])
-    assert check_plan.main([str(config_file(tmp_path)), "--world-size", "7"]) == 2
-    assert "error: --world-size 7: no combination" in capsys.readouterr().err
+    config = config_file(tmp_path)
+    config.write_text(config.read_text() + "[parallelism]\ntensor_parallel_degree = 3\n")
+    assert check_plan.main([str(config), "--world-size", "2"]) == 2
+    assert "error: --world-size 2: no combination" in capsys.readouterr().err
 
 
 def test_a_budget_looks_at_its_arguments_first(
