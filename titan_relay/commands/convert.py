@@ -27,7 +27,6 @@ from titan_relay.units import in_gib
 from titan_relay.validate import validate_model
 
 DTYPES = ("float32", "bfloat16", "float16")
-EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,10 +48,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         _convert(args, loaded.config)
-        return 0
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        print("the same command goes on from here", file=sys.stderr)
+        raise
+    return 0
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
