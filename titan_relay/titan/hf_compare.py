@@ -32,6 +32,7 @@ from titan_relay.data.tokenizer_files import write_rank_file
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.names import NameMap
 from titan_relay.titan.hf.safetensors_file import read_places, read_tensor
+from titan_relay.titan.train.build import build_trainer_config
 
 # A gradient that cancels to rounding noise, such as that of a key's bias, has no relative error to
 # speak of: differences are taken relative to at least this share of the largest gradient.
@@ -54,7 +55,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """A tensor's largest difference, and the size of what it is a difference of."""
 
     name: str
@@ -74,12 +75,12 @@ class Difference:
 class Comparison:
     """Differences of the logits, of the loss, and of every gradient, worst first."""
 
-    logits: Difference
-    loss: Difference
-    gradients: list[Difference]
+    logits: Deviation
+    loss: Deviation
+    gradients: list[Deviation]
 
     @property
-    def worst(self) -> Difference:
+    def worst(self) -> Deviation:
         """The largest of all, relatively."""
         return max([self.logits, self.loss, *self.gradients], key=lambda each: each.relative)
 
@@ -138,8 +139,6 @@ def compare_on_rank(run: RunConfig, tokens_BS: torch.Tensor, reference: Path) ->
         tokens_BS: all rows, the same on every rank; the last id of each is a label only.
         reference: where `reference_step` wrote.
     """
-    from titan_relay.titan.train.build import build_trainer_config
-
     trainer = build_trainer_config(run, dist.get_world_size()).build()
     try:
         trainer.checkpointer.load()
@@ -195,7 +194,7 @@ def _gathered(number_BL: torch.Tensor, logits_BLV: torch.Tensor, num_tokens: int
     return logits
 
 
-def _gradients(trainer: Any, names: NameMap, reference: Path) -> Iterator[Difference]:
+def _gradients(trainer: Any, names: NameMap, reference: Path) -> Iterator[Deviation]:
     """The difference of every gradient, under the names of the folder's tensors."""
     places = read_places(reference / GRADIENTS)
     found = set()
@@ -218,14 +217,14 @@ def _full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _difference(name: str, value: torch.Tensor, reference: torch.Tensor) -> Difference:
+def _difference(name: str, value: torch.Tensor, reference: torch.Tensor) -> Deviation:
     if value.numel() == 0:
-        return Difference(name, 0.0, 0.0)
-    return Difference(name, (value - reference).abs().max().item(), reference.abs().max().item())
+        return Deviation(name, 0.0, 0.0)
+    return Deviation(name, (value - reference).abs().max().item(), reference.abs().max().item())
 
 
 def _compare(
-    loss: float, logits: torch.Tensor, gradients: list[Difference], reference: Path
+    loss: float, logits: torch.Tensor, gradients: list[Deviation], reference: Path
 ) -> Comparison:
     places = read_places(reference / OUTPUTS)
     expected = {name: read_tensor(reference / OUTPUTS, each) for name, each in places.items()}

@@ -13,8 +13,12 @@ import torch
 from tests.titan.hf.cases import CASES, Case
 from tests.titan.hf.reference import random_model
 from titan_relay.config import RunConfig, load_config
-from titan_relay.titan.hf.config_json import toml_of
+from titan_relay.config.schema import ModelConfig
+from titan_relay.titan.hf.config_json import config_of, toml_of
+from titan_relay.titan.hf.export import shard_files, write_assets, write_index
 from titan_relay.titan.hf.folder import read_config
+from titan_relay.titan.hf.names import NameMap
+from titan_relay.titan.hf.safetensors_file import FileLayout
 
 QWEN3, QWEN3_TIED = CASES[0], CASES[1]
 assert (QWEN3.family, QWEN3_TIED.hf["tie_word_embeddings"]) == ("qwen3_moe", True)
@@ -55,3 +59,25 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_noise(folder: Path, model: ModelConfig, *, shard_bytes: int) -> int:
+    """Write weights of any size in bfloat16, tensor by tensor; returns their bytes."""
+    shapes = NameMap(model).hf_shapes
+    sizes = {name: torch.Size(shape).numel() * 2 for name, shape in shapes.items()}
+    file_of = shard_files(sizes, shard_bytes)
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(-(2**15), 2**15, (2**20,), generator=generator, dtype=torch.int16)
+    for file in sorted(set(file_of.values())):
+        layout = FileLayout((n, torch.bfloat16, shapes[n]) for n in shapes if file_of[n] == file)
+        layout.create(folder / file)
+        for index, name in enumerate(layout.places):
+            count = torch.Size(shapes[name]).numel()
+            # Each tensor its own bytes: the noise, shifted by a number of its own.
+            shift = (sum(name.encode()) * 31 + index) % 2**15
+            values = (noise + shift).repeat(-(-count // len(noise)))[:count]
+            layout.write(folder / file, name, values.view(torch.bfloat16).view(shapes[name]))
+    write_index(folder, file_of, sum(sizes.values()))
+    write_assets(folder, config_of(model, "bfloat16"), [])
+    return sum(sizes.values())

@@ -16,13 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.titan.hf.folders import write_noise
 from titan_relay.config import load_config
-from titan_relay.titan.hf.config_json import config_of
-from titan_relay.titan.hf.export import shard_files, write_assets, write_index
-from titan_relay.titan.hf.names import NameMap
-from titan_relay.titan.hf.safetensors_file import FileLayout
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]
@@ -32,32 +28,6 @@ CASES = {
     "qwen3_30b_a3b": (6, 2.0),
     "qwen2_57b_a14b": (3, 3.25),
 }
-
-
-def _write_folder(folder: Path, config: list[str]) -> int:
-    """Write the weights tensor by tensor; returns their bytes."""
-    model = load_config(config).config.model
-    shapes = NameMap(model).hf_shapes
-    sizes = {name: torch.Size(shape).numel() * 2 for name, shape in shapes.items()}
-    file_of = shard_files(sizes, GIB)
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(-(2**15), 2**15, (2**20,), generator=generator, dtype=torch.int16)
-    for file in sorted(set(file_of.values())):
-        layout = FileLayout((n, torch.bfloat16, shapes[n]) for n in shapes if file_of[n] == file)
-        layout.create(folder / file)
-        for index, name in enumerate(layout.places):
-            count = torch.Size(shapes[name]).numel()
-            # Each tensor its own bytes: the noise, shifted by a number of its own.
-            values = (noise + _number_of(name, index)).repeat(-(-count // len(noise)))[:count]
-            layout.write(folder / file, name, values.view(torch.bfloat16).view(shapes[name]))
-    write_index(folder, file_of, sum(sizes.values()))
-    write_assets(folder, config_of(model, "bfloat16"), [])
-    return sum(sizes.values())
-
-
-def _number_of(name: str, index: int) -> int:
-    return (sum(name.encode()) * 31 + index) % 2**15
 
 
 def _start(limit_bytes: int, *arguments: str) -> subprocess.Popen[str]:
@@ -92,7 +62,7 @@ def test_a_checkpoint_larger_than_memory_converts_both_ways_and_survives_a_kill(
     if free_gb < 40:
         pytest.skip(f"writes 40 GB of weights to {tmp_path}, where {free_gb:.0f} GB are free")
     try:
-        num_bytes = _write_folder(source, config)
+        num_bytes = write_noise(source, load_config(config).config.model, shard_bytes=GIB)
         assert num_bytes > 3 * limit_bytes
         from_hf = ["from-hf", "--hf-dir", str(source), *config, "--out", str(checkpoint)]
         to_hf = ["to-hf", "--checkpoint", str(checkpoint), *config, "--out", str(out)]
