@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.moe.blocks import OpCounter, messages_sent
 from tests.moe.parity import local_weights
+from tests.support.blocks import OpCounter, messages_sent
 from tests.support.distributed import run_ranks, subgroup
 from tests.support.moe_cases import MoeCase
 from titan_relay.moe import RelayOptions, relay_moe, relay_ops

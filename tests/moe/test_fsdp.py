@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from layer_check.dense_truth import relative_error
-from tests.moe.blocks import DIM, NUM_EXPERTS, Block, messages_sent
+from tests.support.blocks import DIM, NUM_EXPERTS, Block, messages_sent
 from tests.support.distributed import run_ranks
 from titan_relay.moe import RelayOptions, relay_moe
 from titan_relay.recompute import relay_checkpoint

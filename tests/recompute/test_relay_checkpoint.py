@@ -11,7 +11,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.moe.blocks import DIM, Block, gradients_of, messages_sent
+from tests.support.blocks import DIM, Block, gradients_of, messages_sent
 from tests.support.distributed import run_ranks, subgroup
 from titan_relay.moe import relay_ops
 from titan_relay.recompute import relay_checkpoint

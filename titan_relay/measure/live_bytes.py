@@ -41,15 +41,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from titan_relay.measure.ledger import Event, Label, Ledger, Peak, Window
 from titan_relay.measure.operators import (
+    LookInside,
     OpTraits,
     resizable,
     storage_keys,
@@ -71,17 +71,9 @@ from titan_relay.private_torch import (
     around_sharding_propagation,
     keys_below,
     on_storage_resize,
-    pop_mode,
-    push_mode,
     storage_id,
 )
 
-# Calls that only read a tensor, `__get__` being every attribute (views of a kind, such as `.T`,
-# included): not worth turning the tracker on for.
-_READING_CALLS = frozenset(
-    {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "item", "numel"}
-    | {"size", "storage_offset", "stride"}
-)
 _OUTSIDE_PHASES = "(none)"
 
 
@@ -96,26 +88,6 @@ class _Entry(weakref.ref):
     num_bytes: int
     label: Label
     excluded: bool
-
-
-class _LookInside(TorchFunctionMode):
-    """Turns the tracker on again for each torch call made within an operator's Python body."""
-
-    def __init__(self, tracker: LiveBytes) -> None:
-        super().__init__()
-        self._tracker = tracker
-
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _READING_CALLS:
-            return func(*args, **(kwargs or {}))
-        # Not `with tracker`: that is slow, and would also install the hooks once more.
-        push_mode(self._tracker)
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            pop_mode()
 
 
 class LiveBytes(TorchDispatchMode):
@@ -317,7 +289,7 @@ class LiveBytes(TorchDispatchMode):
         outer = self._enclosing_ops
         self._enclosing_ops = f"{outer}{name}/"
         try:
-            with _LookInside(self):
+            with LookInside(self):
                 return func.redispatch(keys_below(tensors_in((args, kwargs))), *args, **kwargs)
         finally:
             self._enclosing_ops = outer

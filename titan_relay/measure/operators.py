@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from titan_relay.private_torch import OpOverload, schema_of, storage_id
+from titan_relay.private_torch import (
+    OpOverload,
+    TorchDispatchMode,
+    pop_mode,
+    push_mode,
+    schema_of,
+    storage_id,
+)
 
 # Their kernels are C++, so there is nothing of ours to see inside.
 _BUILTIN_NAMESPACES = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler"})
 # Operators that may give a storage another size, besides every out= variant.
 _RESIZING_OPS = frozenset(
     {"aten::resize_", "aten::resize_as_", "aten::set_", "inductor::resize_storage_bytes_"}
+)
+# Calls that only read a tensor, `__get__` being every attribute (views of a kind, such as `.T`,
+# included): not worth turning the tracker on for.
+_READING_CALLS = frozenset(
+    {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "item", "numel"}
+    | {"size", "storage_offset", "stride"}
 )
 
 
@@ -78,3 +92,23 @@ def resizable(traits: OpTraits, args: tuple, kwargs: dict) -> list[torch.Untyped
     if traits.out_names:
         return list(storages_in([kwargs[name] for name in traits.out_names if name in kwargs]))
     return list(storages_in(args[:1]))
+
+
+class LookInside(TorchFunctionMode):
+    """Turns a tracker on again for each torch call made within an operator's Python body."""
+
+    def __init__(self, tracker: TorchDispatchMode) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _READING_CALLS:
+            return func(*args, **(kwargs or {}))
+        # Not `with tracker`: that is slow, and would also install the hooks once more.
+        push_mode(self._tracker)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            pop_mode()

@@ -60,6 +60,16 @@ def document_attention(
     return result
 
 
+class _Call(NamedTuple):
+    """What is attended with: the mask as index, start and key index."""
+
+    q_BLNH: torch.Tensor
+    k_BSGH: torch.Tensor
+    v_BSGU: torch.Tensor
+    mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    scale: float
+
+
 class _Block(NamedTuple):
     """Part of the batch, of the key heads, and of the queries."""
 
@@ -102,9 +112,9 @@ def _attention(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out_BLNU, lse_BLN = _results(q_BLNH, v_BSGU)
+    call = _Call(q_BLNH, k_BSGH, v_BSGU, (index_BL, start_BL, key_index_BS), scale)
     for block in _blocks(q_BLNH, k_BSGH):
-        mask = index_BL, start_BL, key_index_BS
-        _forward_block(block, q_BLNH, k_BSGH, v_BSGU, mask, scale, out_BLNU, lse_BLN)
+        _forward_block(block, call, out_BLNU, lse_BLN)
     return out_BLNU, lse_BLN
 
 
@@ -114,15 +124,9 @@ def _results(q_BLNH: torch.Tensor, v_BSGU: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _forward_block(
-    block: _Block,
-    q_BLNH: torch.Tensor,
-    k_BSGH: torch.Tensor,
-    v_BSGU: torch.Tensor,
-    mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    scale: float,
-    out_BLNU: torch.Tensor,
-    lse_BLN: torch.Tensor,
+    block: _Block, call: _Call, out_BLNU: torch.Tensor, lse_BLN: torch.Tensor
 ) -> None:
+    q_BLNH, k_BSGH, v_BSGU, mask, scale = call
     num_groups = k_BSGH.shape[2]
     allowed, keys = _visible(mask, block)
     q_bgrlH = _queries(q_BLNH, num_groups, block)
@@ -148,14 +152,13 @@ def _attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dq_BLNH, dk_BSGH, dv_BSGU = (_empty(tensor) for tensor in (q_BLNH, k_BSGH, v_BSGU))
-    mask = index_BL, start_BL, key_index_BS
+    call = _Call(q_BLNH, k_BSGH, v_BSGU, (index_BL, start_BL, key_index_BS), scale)
     sums: tuple[torch.Tensor, torch.Tensor] | None = None
     for block in _blocks(q_BLNH, k_BSGH):
         if block.queries.start == 0:  # a new part of the keys
             sums = _zero_sums(k_BSGH, v_BSGU, block)
         assert sums is not None
-        given = dout_BLNU, q_BLNH, k_BSGH, v_BSGU, out_BLNU, lse_BLN
-        _backward_block(block, given, mask, scale, dq_BLNH, sums)
+        _backward_block(block, call, (dout_BLNU, out_BLNU, lse_BLN), dq_BLNH, sums)
         if block.queries.stop == q_BLNH.shape[1]:
             dk_BSGH[block.batch, :, block.heads] = sums[0].transpose(1, 2)
             dv_BSGU[block.batch, :, block.heads] = sums[1].transpose(1, 2)
@@ -165,14 +168,13 @@ def _attention_backward(
 
 def _backward_block(
     block: _Block,
-    given: tuple[torch.Tensor, ...],
-    mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    scale: float,
+    call: _Call,
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     dq_BLNH: torch.Tensor,
     sums: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Write this block's part of dq and add its part of dk and dv."""
-    dout_BLNU, q_BLNH, k_BSGH, v_BSGU, out_BLNU, lse_BLN = given
+    (q_BLNH, k_BSGH, v_BSGU, mask, scale), (dout_BLNU, out_BLNU, lse_BLN) = call, results
     num_groups = k_BSGH.shape[2]
     allowed, keys = _visible(mask, block)
     q_bgrlH = _queries(q_BLNH, num_groups, block)
@@ -201,9 +203,8 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out_BLNU, lse_BLN = _results(q_BLNH, v_BSGU)
     if _is_static(q_BLNH, k_BSGH):  # the first block is the largest
-        mask = index_BL, start_BL, key_index_BS
-        block = next(_blocks(q_BLNH, k_BSGH))
-        _forward_block(block, q_BLNH, k_BSGH, v_BSGU, mask, scale, out_BLNU, lse_BLN)
+        call = _Call(q_BLNH, k_BSGH, v_BSGU, (index_BL, start_BL, key_index_BS), scale)
+        _forward_block(next(_blocks(q_BLNH, k_BSGH)), call, out_BLNU, lse_BLN)
     return out_BLNU, lse_BLN
 
 
@@ -223,9 +224,9 @@ def _(
     results = _empty(q_BLNH), _empty(k_BSGH), _empty(v_BSGU)
     if _is_static(q_BLNH, k_BSGH):
         block = next(_blocks(q_BLNH, k_BSGH))
-        given = dout_BLNU, q_BLNH, k_BSGH, v_BSGU, out_BLNU, lse_BLN
-        mask = index_BL, start_BL, key_index_BS
-        _backward_block(block, given, mask, scale, results[0], _zero_sums(k_BSGH, v_BSGU, block))
+        call = _Call(q_BLNH, k_BSGH, v_BSGU, (index_BL, start_BL, key_index_BS), scale)
+        sums = _zero_sums(k_BSGH, v_BSGU, block)
+        _backward_block(block, call, (dout_BLNU, out_BLNU, lse_BLN), results[0], sums)
     return results
 
 

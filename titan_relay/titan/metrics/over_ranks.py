@@ -5,7 +5,7 @@ Every function here is collective: all ranks call it, at the same point, with th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from titan_relay.titan.device import on_cpu
 
 Reduction = Literal["max", "sum", "mean"]
+Source = Callable[[], Mapping[str, float]]
 
 
 def over_ranks(values: Mapping[str, float], reduction: Reduction) -> dict[str, float]:
@@ -27,6 +28,25 @@ def over_ranks(values: Mapping[str, float], reduction: Reduction) -> dict[str, f
     if reduction == "mean":
         table /= dist.get_world_size()
     return dict(zip(keys, table.tolist(), strict=True))
+
+
+class SourcesOfCurves:
+    """What is asked for curves at every report: all ranks have the same, and ask alike."""
+
+    def __init__(self) -> None:
+        self._sources: list[tuple[Source, Reduction | Literal["same"]]] = []
+
+    def add(self, source: Source, over: Reduction | Literal["same"]) -> None:
+        """Ask `source` too; over: how the ranks' values become one, or that they are the same."""
+        self._sources.append((source, over))
+
+    def curves(self) -> dict[str, float]:
+        """Every source's curves over all ranks."""
+        curves: dict[str, float] = {}
+        for source, over in self._sources:
+            values = source()
+            curves.update(values if over == "same" else over_ranks(values, over))
+        return curves
 
 
 def first_error(message: str | None) -> str | None:

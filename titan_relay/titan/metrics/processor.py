@@ -11,7 +11,7 @@ every rank with `save_for_all_ranks`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +38,16 @@ from titan_relay.titan.metrics.memory import (
     device_curves,
     is_out_of_memory,
 )
-from titan_relay.titan.metrics.over_ranks import Reduction, first_error, over_ranks
+from titan_relay.titan.metrics.over_ranks import (
+    Reduction,
+    Source,
+    SourcesOfCurves,
+    first_error,
+    over_ranks,
+)
 from titan_relay.titan.metrics.speed import Speed, SpeedMeter, TimeLeft, known_peak_flops
 from titan_relay.titan.metrics.tensorboard import CurveLogger
 from titan_relay.units import GIB
-
-Source = Callable[[], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         self._unmeasured: _Interval | None = None
         self.live_peak_bytes: int | None = None
         """This rank's live-tensor peak at its last report; None before."""
-        self._sources: list[tuple[Source, Reduction | Literal["same"]]] = []
+        self._sources = SourcesOfCurves()
         self._clock = clock
         self._time_left = TimeLeft(config.total_steps, clock)
         peak = None if has_quantization else peak_flops
@@ -136,7 +140,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         over: how the ranks' values become one: "max", "sum" or "mean", or "same" if the source
         gives every rank the same values already. A source may communicate: all ranks ask alike.
         """
-        self._sources.append((source, over))
+        self._sources.add(source, over)
 
     def should_log(self, step: int) -> bool:
         """Whether to report after `step`: the first, every `log_freq`-th and the last step."""
@@ -196,7 +200,7 @@ class RelayMetricsProcessor(MetricsProcessor):
             "grad_norm": grad_norm,
             **speed.curves(),
             **self._memory_curves(),
-            **self._source_curves(),
+            **self._sources.curves(),
             **(extra_metrics or {}),
         }
         self.logger.log(curves, step)
@@ -317,13 +321,6 @@ class RelayMetricsProcessor(MetricsProcessor):
         curves = device_curves(monitor)
         self.live_peak_bytes = int(curves["memory/live_peak(GiB)"] * GIB)
         return over_ranks(curves, "max")
-
-    def _source_curves(self) -> dict[str, float]:
-        curves: dict[str, float] = {}
-        for source, over in self._sources:
-            values = source()
-            curves.update(values if over == "same" else over_ranks(values, over))
-        return curves
 
 
 def _wandb_logger(folder: Path, config_dict: dict[str, Any] | None) -> WandBLogger:
