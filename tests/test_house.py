@@ -15,14 +15,13 @@ Rule = Callable[[House], Iterator[str]]
 NOT_YET = {
     "imports_go_down": 1,
     "no_circles": 2,
-    "folders_are_small": 3,
-    "files_are_short": 2,
-    "no_crumbs": 4,
-    "names_are_given_once": 20,
+    "folders_are_small": 1,
+    "files_are_short": 1,
+    "names_are_given_once": 15,
     "private_names_have_one_home": 25,
     "nothing_of_ours_is_patched": 15,
     "tests_use_public_names": 11,
-    "few_parameters": 22,
+    "few_parameters": 20,
 }
 
 # A repository that keeps every rule.
