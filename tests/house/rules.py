@@ -57,9 +57,11 @@ WITHOUT_TORCH = ("titan_relay.units", "titan_relay.config", "titan_relay.data")
 WITH_TORCHTITAN = ("titan_relay.titan",)
 
 # Names that several modules of the product give to their own part of one idea.
-SHARED_NAMES = {"Adapter", "build", "main"}
-# A family's parts are configured (``families/parts.py``) under the names of what computes them.
-SHARED_NAMES |= {"feed_forward", "moe", "rms_norm", "rope"}
+SHARED_NAMES = {
+    *("Adapter", "build", "main"),
+    # A family's parts are configured (``families/parts.py``) under the names of what computes them.
+    *("feed_forward", "moe", "rms_norm", "rope"),
+}
 
 # Libraries whose private names have one home each.
 PRIVATE_NAMES = {
