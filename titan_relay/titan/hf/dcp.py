@@ -6,8 +6,8 @@ finished stays finished when the process is killed.
 
 torchtitan's own conversion (its adapters over `dcp.load` and `dcp.save` with the Hugging Face
 storage of `torch.distributed.checkpoint`) is not used, because it holds the whole model: of 301 MiB
-of weights, the largest tensor 16 MiB, it took 683 MiB from Hugging Face and 467 MiB to it, and this
-265 MiB (a part is held while it is written) and 50 MiB. `tests/titan/hf/test_memory.py` measures it.
+of weights, the largest tensor 16 MiB, it took 683 MiB from Hugging Face and 467 to it, and this
+265 MiB (a part is held while it is written) and 50. `tests/titan/hf/test_memory.py` measures it.
 """
 
 from __future__ import annotations
