@@ -79,10 +79,10 @@ def _compare(args: argparse.Namespace, config: RunConfig) -> Comparison:
     tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
     with tempfile.TemporaryDirectory(prefix="compare") as temporary:
         folder = Path(temporary)
-        run = comparison_run(config, layout, args.hf_dir, folder, shape)
-        validate(run, num_ranks, "command line")
         with _step("1 of 3: names and shapes"):
             open_checked(args.hf_dir, config.model)
+        run = comparison_run(config, layout, args.hf_dir, folder, shape)
+        validate(run, num_ranks, "command line")
         with _step("2 of 3: transformers"):
             reference_step(args.hf_dir, tokens, folder)
         with _step(f"3 of 3: this trainer on {num_ranks} rank(s)"):
