@@ -37,6 +37,7 @@ def gpus_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--device", "cpu", "--seq-len", "64", "--training.seq_len", "64"],
             "--seq-len 64: --training.seq_len is there, too",
         ),
+        (["--device", "cpu", "--picture", "a.doc"], "a.doc: must end in one of .svg, .png, .pdf"),
         (["--device", "cpu", "--picture", "."], ".: is a folder; name a file in it"),
         (["--device", "cpu", "--picture", "no/a.svg"], "no/a.svg: there is no such folder"),
     ],
@@ -111,7 +112,7 @@ def test_a_run_that_does_not_fit_gets_changes_and_a_picture(tmp_path: Path) -> N
     assert plan["fits"] is False
     assert plan["worst_routing_peak_bytes"] == plan["peak_bytes"], "one rank's experts are all"
     assert plan["changes"]
-    assert picture.read_text().startswith("<svg")
+    assert "<svg" in picture.read_text()
 
 
 def test_the_longest_sequence_over_plans(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from titan_relay.config import ConfigError
 
+_PICTURES = (".svg", ".png", ".pdf")
+
 if TYPE_CHECKING:
     from titan_relay.measure.devices import Device
 
@@ -79,6 +81,14 @@ def file_to_write(text: str) -> Path:
             path.unlink()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: cannot be written: {error.strerror}") from error
+    return path
+
+
+def picture_to_write(text: str) -> Path:
+    """A file to write whose ending names a format of pictures."""
+    path = file_to_write(text)
+    if path.suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text}: must end in one of {', '.join(_PICTURES)}")
     return path
 
 

@@ -23,8 +23,8 @@ from titan_relay.commands.arguments import (
     at_least_1,
     command_parser,
     device_of,
-    file_to_write,
     parse_with_keys,
+    picture_to_write,
 )
 from titan_relay.config import ConfigError, Loaded, RunConfig, load_config
 from titan_relay.validate import validate
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     validate(loaded.config, args.world_size, loaded.sources, files=False)
     _check(args, loaded.config)
     device = device_of(args.device)
-    from titan_relay.measure.picture import svg_of
     from titan_relay.titan.plan.changes import nearest_changes
+    from titan_relay.titan.plan.picture import draw_step
     from titan_relay.titan.plan.plan import plan_run
     from titan_relay.titan.plan.report import plan_json, plan_lines, when
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         changes = nearest_changes(run, args.world_size, device, plan.peak_bytes, **about)
     if args.picture:
         title = f"{args.config}, rank {args.rank} of {args.world_size} on {device.name}"
-        args.picture.write_text(svg_of(plan.memory.curve, title, plan.usable_bytes))
+        draw_step(plan.memory.curve, title, args.picture, plan.usable_bytes)
     if args.json:
         fields = ("settings", "peak_bytes", "fits")
         listed = [{name: getattr(change, name) for name in fields} for change in changes]
@@ -79,7 +79,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="rows that the all-to-all brings the rank, over a balanced router's (default 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--picture", type=file_to_write, metavar="FILE.svg", help="draw memory over the step"
+        "--picture", type=picture_to_write, metavar="FILE.svg", help="draw memory over the step"
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
     return parse_with_keys(parser, arguments)
