@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from tests.titan.hf.cases import CASES, Case
-from titan_relay.config import RunConfig, load_config
+from titan_relay.config import ConfigError, RunConfig, load_config
 from titan_relay.config.keys import keys
 from titan_relay.config.schema import ModelConfig
 from titan_relay.config.schema_model import FamilyName
@@ -76,6 +76,14 @@ def test_keys_that_a_family_names_exist(name: str) -> None:
     for each in family.architectures:
         named += [f"model.{toml}" for toml in (*each.fixed, *(key.toml for key in each.keys))]
     assert set(named) <= set(keys())
+
+
+def test_a_model_alone_is_held_against_its_family() -> None:
+    """As counting and converting do, which train nothing."""
+    settings = ["--config", str(CONFIGS / "mixtral_8x7b.toml"), "--model.mla.kv_lora_rank=4"]
+    loaded = load_config(settings)
+    with pytest.raises(ConfigError, match='family "mixtral" has no such part'):
+        validate_model(loaded.config, loaded.sources)
 
 
 def test_dense_layers_behind_others_are_refused() -> None:

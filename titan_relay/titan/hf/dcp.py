@@ -36,7 +36,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Shape and dtype of a tensor of a checkpoint."""
+    """Shape and dtype of a tensor as it lies, or is to lie, in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from torchtitan.tools.logging import logger
 
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.hf.check_weights import log_lists
-from titan_relay.titan.hf.dcp import PartsReader
+from titan_relay.titan.hf.dcp import PartsReader, StoredTensor
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.export import (
     SHARD_BYTES,
@@ -29,19 +28,6 @@ from titan_relay.titan.hf.safetensors_file import FileLayout, flush_to_disk
 
 _OTHER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 _BIAS = ".expert_bias_E"
-
-
-@dataclass(frozen=True)
-class HfTensor:
-    """A tensor to be written: dtype and shape."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def to_hf(
@@ -111,7 +97,7 @@ def _write_parts(
     names: NameMap,
     entry: Entry,
     reader: PartsReader,
-    tensors: dict[str, HfTensor],
+    tensors: dict[str, StoredTensor],
     file_of: dict[str, str],
     layouts: dict[str, FileLayout],
     out: Path,
@@ -153,18 +139,18 @@ def check_tensors(names: NameMap, reader: PartsReader, path: Path, *, every: boo
 
 def _hf_tensors(
     names: NameMap, reader: PartsReader, dtype: torch.dtype | None
-) -> dict[str, HfTensor]:
-    tensors: dict[str, HfTensor] = {}
+) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
     for entry in names.entries:
         if entry.tied or not entry.parts:
             continue
         stored = reader.tensors[entry.name].dtype
         kept = stored if dtype is None or entry.is_buffer else dtype
-        tensors |= {name: HfTensor(kept, shape) for name, shape in entry.parts.items()}
+        tensors |= {name: StoredTensor(shape, kept) for name, shape in entry.parts.items()}
     return tensors
 
 
-def _source_files(tensors: dict[str, HfTensor], assets: Path | None) -> dict[str, str]:
+def _source_files(tensors: dict[str, StoredTensor], assets: Path | None) -> dict[str, str]:
     """The file of each tensor in the folder that `assets` are of, if it had an index of them."""
     if assets is None or not (assets / INDEX).is_file():
         return {}
@@ -191,7 +177,7 @@ def _say_what_is_lost(names: NameMap, reader: PartsReader) -> None:
 
 
 def _write_index(
-    out: Path, file_of: dict[str, str], tensors: dict[str, HfTensor], assets: Path | None
+    out: Path, file_of: dict[str, str], tensors: dict[str, StoredTensor], assets: Path | None
 ) -> None:
     """The index, byte for byte the source's if it is of the same tensors and files."""
     total = sum(each.num_bytes for each in tensors.values())
