@@ -50,9 +50,9 @@ def run_relay(
     return results
 
 
-def errors_against_reference(
-    case: MoeCase,
+def errors_against_truth(
     group: dist.ProcessGroup | None,
+    case: MoeCase,
     options: RelayOptions,
     activation: SwiGLU = PLAIN,
 ) -> dict[str, float]:
@@ -75,6 +75,6 @@ def check_case(
     activation: SwiGLU = PLAIN,
     tolerance: float = FLOAT32_TOLERANCE,
 ) -> None:
-    errors = errors_against_reference(case, group, options, activation)
+    errors = errors_against_truth(group, case, options, activation)
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] < tolerance, f"{case} {options}: {worst} is off by {errors[worst]:.2e}"

@@ -1,14 +1,15 @@
 """Faulty inputs stop every rank, with the layer, the rank and the token."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.moe.parity import check_case, local_weights
-from tests.support.distributed import run_ranks, subgroup
+from tests.moe.parity import FLOAT32_TOLERANCE, errors_against_truth, local_weights
+from tests.support.distributed import Job, run_jobs
 from tests.support.moe_cases import MoeCase
 from titan_relay.moe import NonFiniteError, RelayOptions, RelayUsageError, relay_moe
 
@@ -72,6 +73,7 @@ def _half_x(data):
     data.x_TD = data.x_TD.bfloat16()
 
 
+REFUSED_ELSEWHERE = r"inputs of .* ranks \[1\] were refused"
 REFUSED = [(_narrow_x, r"w1_eFD has shape"), (_half_x, r"w1_eFD has dtype torch\.float32")]
 DIFFERENT = [
     (
@@ -82,27 +84,50 @@ DIFFERENT = [
 ]
 
 
-def _check_every_rank_stops():
-    group = subgroup([0, 1, 2])
-    if group is not None:
-        case, rank = MoeCase(3), dist.get_rank(group)
-        for spoil, kind, message in FAULTS:
-            with pytest.raises(kind, match=message.format(1)):
-                _run(case, rank, spoil if rank == 1 else None, group, CHECKED)
-        for spoil, message in REFUSED:
-            message = message if rank == 1 else r"inputs of .* ranks \[1\] were refused"
-            with pytest.raises(RelayUsageError, match=message):
-                _run(case, rank, spoil if rank == 1 else None, group, CHECKED)
-        for keys, message in DIFFERENT:
-            options = replace(CHECKED, **keys) if rank == 1 else CHECKED
-            with pytest.raises(RelayUsageError, match=message):
-                _run(case, rank, None, group, options)
-        check_case(case, group, CHECKED)
-    dist.barrier()
+CASE = MoeCase(3)
+# By name of what is wrong on rank 1: the change, its options, the error, and what rank 1 and the
+# others are told.
+ON_ONE_RANK = {
+    spoil.__name__: (spoil, CHECKED, kind, message.format(1), message.format(1))
+    for spoil, kind, message in FAULTS
+}
+ON_ONE_RANK |= {
+    spoil.__name__: (spoil, CHECKED, RelayUsageError, message, REFUSED_ELSEWHERE)
+    for spoil, message in REFUSED
+}
+ON_ONE_RANK |= {
+    str(keys): (None, replace(CHECKED, **keys), RelayUsageError, message, message)
+    for keys, message in DIFFERENT
+}
 
 
-def test_a_fault_on_one_rank_stops_every_rank():
-    run_ranks(_check_every_rank_stops, 3)
+def told(group, name):
+    """The error that this rank gets."""
+    rank = dist.get_rank(group)
+    spoil, options, *_ = ON_ONE_RANK[name] if rank == 1 else (None, CHECKED)
+    try:
+        _run(CASE, rank, spoil, group, options)
+    except (NonFiniteError, RelayUsageError) as error:
+        return type(error), str(error)
+    return None, ""
+
+
+@pytest.fixture(scope="module")
+def results():
+    jobs = {name: Job(3, told, (name,)) for name in ON_ONE_RANK}
+    return run_jobs({**jobs, "afterwards": Job(3, errors_against_truth, (CASE, CHECKED))}, 3)
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_a_fault_on_one_rank_stops_every_rank(name, results):
+    _, _, kind, of_rank_1, of_others = ON_ONE_RANK[name]
+    for rank, (error, message) in enumerate(results[name]):
+        assert error is kind
+        assert re.search(of_rank_1 if rank == 1 else of_others, message)
+
+
+def test_the_ring_works_after_every_fault(results):
+    assert all(max(errors.values()) < FLOAT32_TOLERANCE for errors in results["afterwards"])
 
 
 X = torch.zeros(4, 8)

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.moe.parity import check_case, run_relay
+from tests.moe.parity import FLOAT32_TOLERANCE, errors_against_truth, run_relay
 from tests.moe.test_memory import TOLERANCE, expected, measure
 from tests.moe.test_traffic import shape_of
-from tests.support.distributed import run_ranks, subgroup
+from tests.support.distributed import Job, run_jobs
 from tests.support.moe_cases import SKEWS, MoeCase
 from titan_relay.moe import RelayOptions, RelayUsageError, relay_ring
 from titan_relay.moe.ring_of_tokens import TokenRouting
@@ -26,62 +25,89 @@ def imbalance_of(case):
     return max(rows) / (sum(rows) / case.num_ranks)
 
 
-def _check_choice():
-    seen = set()
-    for num_ranks in (2, 3, 4):
-        group = subgroup(range(num_ranks))
-        if group is None:
-            continue
-        base = MoeCase(num_ranks, num_tokens=24, dim=12, expert_dim=40)
-        options = RelayOptions(max_imbalance=LIMIT, layer="layers.3")
-        assert forward_traffic(shape_of(base), options).circulate == "tokens"
-        for skew in SKEWS:
-            case = replace(base, skew=skew)
-            turned = imbalance_of(case) > LIMIT
-            seen.add(turned)
-            check_case(case, group, options)
-            relay_ring(group).telemetry.take()
-            results = run_relay(case, group, options)
-            for counts in relay_ring(group).telemetry.take().values():
-                assert counts.num_experts_calls == int(turned), (case, counts)
-            forced = run_relay(case, group, RelayOptions("experts" if turned else "tokens"))
-            for name, result in results.items():
-                assert torch.equal(result, forced[name]), (case, name)
-        uneven = replace(base, tokens_by_rank=(0, 7, 2, 5))
-        check_case(uneven, group, replace(options, max_tokens_per_rank=9))
-        nothing = replace(base, num_tokens=0)
-        check_case(nothing, group, options)
-    dist.barrier()
-    return seen
+OPTIONS = RelayOptions(max_imbalance=LIMIT, layer="layers.3")
+BASES = {n: MoeCase(n, num_tokens=24, dim=12, expert_dim=40) for n in (2, 3, 4)}
+CHOICES = {
+    f"{num_ranks} ranks, {skew}": replace(base, skew=skew)
+    for num_ranks, base in BASES.items()
+    for skew in SKEWS
+}
+ODD = {
+    f"{num_ranks} ranks, {name}": (replace(base, **changes), replace(OPTIONS, **keys))
+    for num_ranks, base in BASES.items()
+    for name, changes, keys in (
+        ("unequal tokens", {"tokens_by_rank": (0, 7, 2, 5)}, {"max_tokens_per_rank": 9}),
+        ("no tokens", {"num_tokens": 0}, {}),
+    )
+}
+# Tokens circulate unless they turn, and take more memory than experts would.
+LARGE = {
+    f"{num_ranks} ranks, large, {skew}": MoeCase(
+        num_ranks, num_tokens=512, dim=64, expert_dim=160, num_experts=12, skew=skew
+    )
+    for num_ranks in (2, 3)
+    for skew in ("balanced", "one_rank")
+}
 
 
-def test_the_routing_of_a_call_decides():
-    assert set.union(*run_ranks(_check_choice, 4)) == {True, False}
+def turns(case):
+    return imbalance_of(case) > LIMIT
 
 
-def _check_memory():
-    for num_ranks in (2, 3):
-        group = subgroup(range(num_ranks))
-        if group is None:
-            continue
-        # Tokens circulate, and take more memory than experts would.
-        base = MoeCase(num_ranks, num_tokens=512, dim=64, expert_dim=160, num_experts=12)
+def choice(group, case):
+    """How often experts circulated, and which results differ from the same ring's by name."""
+    telemetry = relay_ring(group).telemetry
+    telemetry.take()
+    results = run_relay(case, group, OPTIONS)
+    experts_calls = [counts.num_experts_calls for counts in telemetry.take().values()]
+    forced = run_relay(case, group, RelayOptions("experts" if turns(case) else "tokens"))
+    changed = [name for name, value in results.items() if not torch.equal(value, forced[name])]
+    return experts_calls, changed
+
+
+@pytest.fixture(scope="module")
+def results():
+    errors = ODD | {name: (case, OPTIONS) for name, case in CHOICES.items()}
+    jobs = {
+        f"errors, {name}": Job(job[0].num_ranks, errors_against_truth, job)
+        for name, job in errors.items()
+    }
+    for name, case in CHOICES.items():
+        jobs[name] = Job(case.num_ranks, choice, (case,))
+    for name, case in LARGE.items():
         options = RelayOptions(max_imbalance=LIMIT)
-        bounds = expected(base, options)
-        for skew in ("balanced", "one_rank"):
-            case = replace(base, skew=skew)
-            peaks = measure(case, group, options)
-            ring = "experts" if skew == "one_rank" else "tokens"
-            for peak, bound, of_ring in zip(
-                peaks, bounds, expected(case, RelayOptions(ring)), strict=True
-            ):
-                assert peak <= (1 + TOLERANCE) * bound
-                assert peak == pytest.approx(max(of_ring, peaks[0]), rel=TOLERANCE)
-    dist.barrier()
+        jobs[name] = Job(case.num_ranks, measure, (case, options))
+    return run_jobs(jobs, 4)
 
 
-def test_memory_is_bounded_by_the_larger_of_both_rings():
-    run_ranks(_check_memory, 3)
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_routing_of_a_call_decides(name, results):
+    case = CHOICES[name]
+    assert forward_traffic(shape_of(case), OPTIONS).circulate == "tokens"
+    for experts_calls, changed in results[name]:
+        assert experts_calls == [int(turns(case))] * 2
+        assert changed == []
+
+
+def test_both_decisions_are_among_them():
+    assert {turns(case) for case in CHOICES.values()} == {True, False}
+
+
+@pytest.mark.parametrize("name", [*CHOICES, *ODD])
+def test_every_result_is_right_whatever_circulates(name, results):
+    for errors in results[f"errors, {name}"]:
+        assert max(errors.values()) < FLOAT32_TOLERANCE, errors
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_memory_is_bounded_by_the_larger_of_both_rings(name, results):
+    case = LARGE[name]
+    bounds = expected(case, RelayOptions(max_imbalance=LIMIT))
+    of_ring = expected(case, RelayOptions("experts" if turns(case) else "tokens"))
+    for peaks in results[name]:
+        for peak, bound, wanted in zip(peaks, bounds, of_ring, strict=True):
+            assert peak <= (1 + TOLERANCE) * bound
+            assert peak == pytest.approx(max(wanted, peaks[0]), rel=TOLERANCE)
 
 
 def test_imbalance_of_counts():

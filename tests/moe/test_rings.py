@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.moe.parity import FLOAT32_TOLERANCE, errors_against_reference, run_relay
+from tests.moe.parity import FLOAT32_TOLERANCE, errors_against_truth, run_relay
 from tests.support.distributed import Job, run_jobs
 from tests.support.moe_cases import SKEWS, MoeCase
 from titan_relay.moe import RelayOptions, RelayUsageError, SwiGLU
@@ -77,10 +77,6 @@ def refusals():
         yield f"{num_ranks} ranks, different rings", (case, options, message)
 
 
-def errors_of(group, case, *arguments):
-    return errors_against_reference(case, group, *arguments)
-
-
 def refusal(group, case, options):
     """What this rank is told, with its own of ``options``, or the only one."""
     try:
@@ -114,7 +110,7 @@ def results():
         for name, (case, options, _) in REFUSALS.items()
     }
     for name, arguments in PARITY.items():
-        jobs[name] = Job(arguments[0].num_ranks, errors_of, arguments)
+        jobs[name] = Job(arguments[0].num_ranks, errors_against_truth, arguments)
     for name, arguments in TWICE.items():
         jobs[name] = Job(arguments[0].num_ranks, changed_bits, arguments)
     return run_jobs(jobs, WORLD_SIZE)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.moe.parity import run_relay
-from tests.support.distributed import run_ranks, subgroup
+from tests.support.distributed import Job, run_jobs
 from tests.support.moe_cases import MoeCase
 from titan_relay.moe import RelayOptions, relay_ring
 from titan_relay.moe.shapes import LayerShape
@@ -25,35 +24,44 @@ def shape_of(case):
     )
 
 
-def _check_counted_bytes():
-    for num_ranks in (2, 3, 4):
-        group = subgroup(range(num_ranks))
-        if group is None:
-            continue
-        for case in (
-            MoeCase(num_ranks, num_experts=12, skew="one_expert"),
-            MoeCase(num_ranks, num_experts=12, dtype=torch.bfloat16, has_biases=True),
-        ):
-            for circulate in ("experts", "tokens", "auto"):
-                options = RelayOptions(circulate, num_slices=3, layer="layers.7")
-                relay_ring(group).telemetry.take()
-                run_relay(case, group, options)
-                counts = relay_ring(group).telemetry.take()
-                for operation, traffic in (
-                    ("forward", forward_traffic(shape_of(case), options)),
-                    ("backward", backward_traffic(shape_of(case), options)),
-                ):
-                    expected = getattr(traffic, f"{traffic.circulate}_bytes")
-                    counted = counts["layers.7", operation]
-                    assert counted.sent_bytes == expected, (case, circulate, operation)
-                    assert counted.num_calls == 1
-                    assert counted.wait_seconds > 0
-        assert relay_ring(group).telemetry.counts() == {}
-    dist.barrier()
+JOBS = {
+    f"{circulate}, {num_ranks} ranks, {name}": (
+        MoeCase(num_ranks, num_experts=12, **keys),
+        RelayOptions(circulate, num_slices=3, layer="layers.7"),
+    )
+    for num_ranks in (2, 3, 4)
+    for circulate in ("experts", "tokens", "auto")
+    for name, keys in {
+        "one expert": {"skew": "one_expert"},
+        "bfloat16 and biases": {"dtype": torch.bfloat16, "has_biases": True},
+    }.items()
+}
 
 
-def test_announced_bytes_are_those_sent():
-    run_ranks(_check_counted_bytes, 4)
+def counts(group, case, options):
+    """What the transport counts in one pass, and after that has been taken."""
+    telemetry = relay_ring(group).telemetry
+    run_relay(case, group, options)
+    return telemetry.take(), telemetry.counts()
+
+
+@pytest.fixture(scope="module")
+def counted():
+    return run_jobs({name: Job(job[0].num_ranks, counts, job) for name, job in JOBS.items()}, 4)
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("name", JOBS)
+def test_announced_bytes_are_those_sent(name, operation, counted):
+    case, options = JOBS[name]
+    traffic = {"forward": forward_traffic, "backward": backward_traffic}[operation]
+    announced = traffic(shape_of(case), options)
+    for taken, left in counted[name]:
+        of_call = taken["layers.7", operation]
+        assert of_call.sent_bytes == getattr(announced, f"{announced.circulate}_bytes")
+        assert of_call.num_calls == 1
+        assert of_call.wait_seconds > 0
+        assert left == {}
 
 
 @pytest.mark.parametrize(
