@@ -13,13 +13,11 @@ Rule = Callable[[House], Iterator[str]]
 
 # Offenders that are left of the days before a rule. The numbers only ever go down.
 NOT_YET = {
-    "imports_go_down": 1,
     "no_circles": 2,
     "folders_are_small": 1,
     "files_are_short": 1,
-    "names_are_given_once": 15,
-    "private_names_have_one_home": 25,
-    "nothing_of_ours_is_patched": 15,
+    "names_are_given_once": 13,
+    "nothing_of_ours_is_patched": 11,
     "tests_use_public_names": 11,
     "few_parameters": 20,
 }

@@ -3,8 +3,8 @@ else.
 
 Private is a name of which a part begins with one underscore: torch promises nothing about it. Each
 stands here behind a public name that says what it is for and why torch's public names do not do;
-`tests/test_private_torch.py` tries each. Tested with torch 2.13; what the base needs (everything
-but `local_block`, `around_fsdp_steps` and the pipeline's names) is in torch 2.11 too.
+`tests/test_private_torch.py` tries each. Tested with torch 2.13 and 2.14; in torch 2.11, which the
+base can do with, only those of pipelines are missing.
 
 `torch.distributed` is imported when something of it is used: counting bytes does not need it, and
 DTensor's modules alone take half a second.
@@ -250,9 +250,10 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Let operations of a group wait this long from now on; public from torch 2.14 only."""
-    from torch.distributed import distributed_c10d as c10d
+    import torch.distributed as dist
 
-    c10d._set_pg_timeout(timeout, group)
+    public = getattr(dist, "set_timeout", None)
+    (public or dist.distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def new_group_named(

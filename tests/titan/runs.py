@@ -98,7 +98,7 @@ def config_file(folder: Path) -> Path:
     )
     lines.append(f'[validator.data]\nfiles = ["{folder}/validation.jsonl"]')
     lines.append("[optimizer]\nlr = 3e-3\n[lr_scheduler]\nwarmup_steps = 2\ntotal_steps = 40")
-    lines.append(f"[metrics]\nlog_freq = 1\nplan = false\n[debug]\nseed = {SEED}")
+    lines.append(f"[metrics]\nlog_freq = 1\n[debug]\nseed = {SEED}")
     path = folder / "run.toml"
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -142,7 +142,7 @@ def check_profiler(config: RunConfig, sources: Sources) -> None:
         )
 
 
-def check_checkpoint(config: RunConfig, sources: Sources, *, files: bool) -> None:
+def check_checkpoint_keys(config: RunConfig, sources: Sources, *, files: bool) -> None:
     """Raise `ConfigError` for checkpoint keys that contradict each other."""
     checkpoint = config.checkpoint
     if not checkpoint.enable:

@@ -85,7 +85,7 @@ class MetricsConfig:
     enable_wandb: bool = option(False)
     """Report to Weights & Biases too; needs the wandb package."""
 
-    plan: bool = option(True, titan="")
+    plan: bool = option(False, titan="")
     """Plan the run's memory in another process at the lowest priority while the first steps run;
     log it, write it to TensorBoard, and hold it against what the first step took."""
 

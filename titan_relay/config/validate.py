@@ -10,7 +10,7 @@ from titan_relay.config.check_model import check_model
 from titan_relay.config.check_parallelism import check_parallelism
 from titan_relay.config.check_pipeline import check_pipeline
 from titan_relay.config.check_run import (
-    check_checkpoint,
+    check_checkpoint_keys,
     check_debug,
     check_profiler,
     check_recompute,
@@ -40,6 +40,6 @@ def check_keys(
     check_recompute(config, sources)
     check_debug(config, sources)
     check_profiler(config, sources)
-    check_checkpoint(config, sources, files=files)
+    check_checkpoint_keys(config, sources, files=files)
     check_reporting(config, sources)
     check_data(config, sources, files=files)

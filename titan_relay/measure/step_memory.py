@@ -63,7 +63,7 @@ class Owners:
 
 
 @dataclass(frozen=True)
-class Peak:
+class StepPeak:
     """The highest moment of a step."""
 
     live_bytes: int
@@ -86,8 +86,8 @@ class StepMemory:
         curve: the steady timeline, at most `num_points` points.
     """
 
-    first: Peak
-    steady: Peak
+    first: StepPeak
+    steady: StepPeak
     rises: dict[str, int]
     highs: dict[str, tuple[int, ...]] = field(repr=False)
     host_bytes: int
@@ -176,14 +176,14 @@ class _Replay:
                 totals[CATEGORIES.index(OPTIMIZER)] += self._steady_bytes
             yield index, event, totals
 
-    def peak(self) -> Peak:
+    def peak(self) -> StepPeak:
         best_bytes, best_index, best = -1, 0, [0] * len(CATEGORIES)
         for index, event, totals in self._walk():
             if index >= self._start and event.live_bytes > best_bytes:
                 best_bytes, best_index, best = event.live_bytes, index, list(totals)
         by_category = dict(zip(CATEGORIES, best, strict=True))
         op = self._timeline[best_index].label.op
-        return Peak(best_bytes, best_index, self._phase_at(best_index), op, by_category)
+        return StepPeak(best_bytes, best_index, self._phase_at(best_index), op, by_category)
 
     def highs(self) -> dict[str, tuple[int, ...]]:
         highest: dict[str, int] = {}

@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -18,9 +19,10 @@ from titan_relay.config import ConfigError, RunConfig, Sources, to_toml
 from titan_relay.config.degrees import global_batch_size
 from titan_relay.data import DataError
 from titan_relay.moe import RingError
+from titan_relay.titan.device import on_cpu
 from titan_relay.titan.metrics.folder_lock import FolderError, FolderLock
 from titan_relay.titan.model.balance_hook import NonFiniteRouterError
-from titan_relay.titan.plan.watch import PlanWatch
+from titan_relay.titan.plan.watch import watch_plan
 from titan_relay.titan.preflight.device import check_device
 from titan_relay.titan.preflight.model_files import (
     check_export,
@@ -47,7 +49,7 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
     # torchtitan tells the user of pipeline parallelism to set this, or the loss would not be seen;
     # here the rank that has the loss always speaks.
     os.environ.setdefault("LOG_RANK", ",".join(str(each) for each in range(world_size)))
-    check_device(config, sources)
+    check_device(config, sources, cpu=on_cpu())
     check_dump_folder(config, sources)
     check_tokenizer(config, sources)
     lock = _lock_checkpoints(config, rank)
@@ -90,8 +92,7 @@ def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
         trainer = trainer_config.build()
         if trainer.metrics_processor.is_metrics_rank:
             logger.setLevel(logging.INFO)  # under pipeline parallelism rank 0 has no loss to report
-        _start_plan(trainer)
-        trainer.train()
+        _train_beside_plan(trainer)
         return 0
     except (FolderError, NonFiniteRouterError) as error:  # the same on every rank
         if rank == 0:
@@ -121,11 +122,14 @@ def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
             dist.destroy_process_group()
 
 
-def _start_plan(trainer: RelayTrainer) -> None:
-    """Have the rank that reports plan the run while it trains."""
+def _train_beside_plan(trainer: RelayTrainer) -> None:
+    """Train; on the rank that reports with a plan made meanwhile, if the run asks for one."""
     metrics, run = trainer.metrics_processor, trainer.config.run
-    if metrics.is_metrics_rank and run.metrics.plan:
-        trainer.plan_watch = PlanWatch(run, dist.get_world_size(), dist.get_rank(), metrics)
+    if not (metrics.is_metrics_rank and run.metrics.plan):
+        trainer.train()
+        return
+    with closing(watch_plan(run, metrics)) as watch, trainer.observed(watch):
+        trainer.train()
 
 
 def _init_logging(rank: int) -> None:

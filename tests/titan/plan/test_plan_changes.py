@@ -19,7 +19,7 @@ Peak = Callable[[RunConfig], int]
 
 
 @pytest.fixture
-def propose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[changes.Change]]:
+def propose(tmp_path: Path) -> Callable[..., list[changes.Change]]:
     """What `nearest_changes` says to a run of 4 ranks whose peak is a function of its keys."""
     keys: dict[str, Any] = {
         "training__local_batch_size": 4,
@@ -33,8 +33,8 @@ def propose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             assert given == {"rank": 0, "skew": 1.0} | asked
             return Moment("somewhere", {"everything": peak(candidate)}, 0)
 
-        monkeypatch.setattr(changes, "peak_of", peak_of)
-        return changes.nearest_changes(run, 4, Device("small", LIMIT), peak(run), **asked)
+        small = Device("small", LIMIT)
+        return changes.nearest_changes(run, 4, small, peak(run), peak_of=peak_of, **asked)
 
     return proposed
 

@@ -11,7 +11,7 @@ from tests.support.cli import run_cli
 from tests.titan.runs import config_file
 from titan_relay.config import RunConfig, load_config
 from titan_relay.measure.devices import device_named
-from titan_relay.titan.plan import background, watch
+from titan_relay.titan.plan import background
 from titan_relay.titan.plan.background import BackgroundPlan, PlanError, Planned, Request
 from titan_relay.titan.plan.watch import PlanWatch
 
@@ -21,8 +21,7 @@ MIB = 2**20
 class Ready:
     """A plan that is there after being asked for once."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self) -> None:
         self.polls = 0
         self.closed = False
 
@@ -50,6 +49,10 @@ class Metrics:
         self.notes.append(f"{tag} at {step}: {text}")
 
 
+def watch_of(plan: Ready, metrics: Metrics) -> PlanWatch:
+    return PlanWatch(plan, metrics, alltoall=False)  # type: ignore[arg-type]
+
+
 def run_of(tmp_path: Path) -> RunConfig:
     return load_config(["--config", str(config_file(tmp_path))]).config
 
@@ -63,17 +66,14 @@ def run_of(tmp_path: Path) -> RunConfig:
     ],
 )
 def test_the_first_step_is_held_against_its_plan(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     measured: int,
     has_state: bool,
     expected: str,
     warns: bool,
 ) -> None:
-    monkeypatch.setattr(watch, "BackgroundPlan", Ready)
     metrics = Metrics(measured)
-    plan = PlanWatch(run_of(tmp_path), 1, 0, metrics)  # type: ignore[arg-type]
+    plan = watch_of(Ready(), metrics)
     with caplog.at_level(logging.INFO):
         for step in (1, 2, 3):
             plan.before_step(has_optimizer_state=has_state or step > 1)
@@ -85,16 +85,13 @@ def test_the_first_step_is_held_against_its_plan(
     assert warns == any(record.levelno == logging.WARNING for record in caplog.records)
 
 
-def test_a_plan_that_fails_is_one_warning_and_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_that_fails_is_one_warning_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Ready):
         def poll(self) -> Planned | None:
             raise PlanError("no such thing")
 
-    monkeypatch.setattr(watch, "BackgroundPlan", Failing)
     metrics = Metrics(1)
-    plan = PlanWatch(run_of(tmp_path), 1, 0, metrics)  # type: ignore[arg-type]
+    plan = watch_of(Failing(), metrics)
     with caplog.at_level(logging.WARNING):
         plan.after_step(1)
         plan.after_step(2)
@@ -104,15 +101,12 @@ def test_a_plan_that_fails_is_one_warning_and_no_error(
     assert metrics.notes == []
 
 
-def test_a_run_that_ends_before_its_plan_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_ends_before_its_plan_says_so(caplog: pytest.LogCaptureFixture) -> None:
     class Slow(Ready):
         def poll(self) -> Planned | None:
             return None
 
-    monkeypatch.setattr(watch, "BackgroundPlan", Slow)
-    plan = PlanWatch(run_of(tmp_path), 1, 0, Metrics(1))  # type: ignore[arg-type]
+    plan = watch_of(Slow(), Metrics(1))
     with caplog.at_level(logging.INFO):
         plan.after_step(1)
         plan.close()

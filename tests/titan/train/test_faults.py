@@ -11,7 +11,7 @@ from tests.support.distributed import run_ranks
 from tests.titan.runs import SEQ_LEN, a_run, config_file, layout, trainer_of, write_data
 from titan_relay.moe import relay_ring
 from titan_relay.titan.model.balance_hook import moe_layers
-from titan_relay.titan.train.relay_setup import relay_plan
+from titan_relay.titan.train.relay_setup import expected_relay
 
 EP4 = layout(dp=2, cp=2, ep=4)
 NAN_STEP, NAN_RANK, NAN_LAYER = 2, 1, 1
@@ -110,7 +110,7 @@ def traffic(folder: Path, circulate: str) -> dict[str, float]:
     experts = next(moe_layers(trainer.model_parts))[1].routed_experts
     timeout: Any = relay_ring(experts.group).link.timeout  # type: ignore[attr-defined]
     trainer.close()
-    plan = relay_plan(trainer.config.run, 4)
+    plan = expected_relay(trainer.config.run, 4)
     assert plan is not None
     assert plan.forward.circulate == plan.backward.circulate == circulate
     planned = sum(getattr(each, f"{circulate}_bytes") for each in (plan.forward, plan.backward))

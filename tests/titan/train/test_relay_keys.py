@@ -9,8 +9,8 @@ from titan_relay.config import ConfigError, load_config
 from titan_relay.titan.preflight.device import check_device
 from titan_relay.titan.preflight.summary import summary_lines
 from titan_relay.titan.train.relay_setup import (
+    expected_relay,
     relay_options,
-    relay_plan,
     unused_keys,
     warm_up_kernels,
 )
@@ -38,13 +38,13 @@ def test_a_limit_to_imbalance_reaches_the_layers_and_the_plan():
     few = ["--training.seq_len", "64", "--relay.circulate", "auto"]
     run = load(*few, "--relay.max_imbalance", "1.25").config
     assert relay_options(run).max_imbalance == 1.25
-    plan = relay_plan(run, 4, for_cpu=True)
+    plan = expected_relay(run, 4, for_cpu=True)
     assert plan is not None
     assert plan.forward.circulate == "tokens"
     assert plan.may_turn(plan.forward)
     words = "tokens circulate (experts, where the routing would let a rank compute more than 1.25 "
     assert words in plan.lines()[0]
-    without = relay_plan(load(*few).config, 4, for_cpu=True)
+    without = expected_relay(load(*few).config, 4, for_cpu=True)
     assert without is not None
     assert not without.may_turn(without.forward)
     assert "(experts" not in without.lines()[0]
@@ -74,7 +74,7 @@ def test_triton_on_cpu_is_refused_in_one_line(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     loaded = load("--relay.kernels", "triton")
     with pytest.raises(ConfigError) as refused:
-        check_device(loaded.config, loaded.sources)
+        check_device(loaded.config, loaded.sources, cpu=True)
     assert str(refused.value) == (
         'command line: --relay.kernels = "triton": cannot be used: the tensors are on cpu, and it '
         'runs on CUDA devices; use kernels = "auto" or "torch"'

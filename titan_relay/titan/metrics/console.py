@@ -12,7 +12,7 @@ from titan_relay.units import duration_in_words
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """Where a run is."""
 
     step: int
@@ -21,7 +21,7 @@ class Progress:
 
 
 def train_line(
-    progress: Progress,
+    progress: RunProgress,
     loss: float,
     grad_norm: float,
     speed: Speed,

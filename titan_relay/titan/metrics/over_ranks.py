@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titan_relay.titan.device import on_cpu
+from titan_relay.titan.metrics.folder_lock import FolderError
 
 Reduction = Literal["max", "sum", "mean"]
 Source = Callable[[], Mapping[str, float]]
@@ -56,3 +57,10 @@ def first_error(message: str | None) -> str | None:
     messages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, message)
     return next((text for text in messages if text is not None), None)
+
+
+def raise_together(message: str | None) -> None:
+    """Raise `FolderError` on every rank if any has a message: others would wait for one alone."""
+    message = first_error(message)
+    if message is not None:
+        raise FolderError(message)

@@ -23,14 +23,13 @@ from torchtitan.components.metrics import (
     LoggerContainer,
     MetricsProcessor,
     WandBLogger,
-    _get_metrics_rank,
 )
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_relay.titan.device import on_cpu
-from titan_relay.titan.metrics.console import Progress, train_line, validation_line
+from titan_relay.titan.metrics.console import RunProgress, train_line, validation_line
 from titan_relay.titan.metrics.folder_lock import FolderError
 from titan_relay.titan.metrics.memory import (
     CpuMemoryMonitor,
@@ -42,11 +41,12 @@ from titan_relay.titan.metrics.over_ranks import (
     Reduction,
     Source,
     SourcesOfCurves,
-    first_error,
     over_ranks,
+    raise_together,
 )
 from titan_relay.titan.metrics.speed import Speed, SpeedMeter, TimeLeft, known_peak_flops
 from titan_relay.titan.metrics.tensorboard import CurveLogger
+from titan_relay.titan.private_torchtitan import loggers_of, metrics_rank
 from titan_relay.units import GIB
 
 
@@ -128,9 +128,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         peak = None if has_quantization else peak_flops
         self._speed = SpeedMeter(parallel_dims.world_size, peak, clock)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.is_metrics_rank = rank == _get_metrics_rank(
-            parallel_dims=parallel_dims, pp_schedule=pp_schedule
-        )
+        self.is_metrics_rank = rank == metrics_rank(parallel_dims, pp_schedule)
         """Whether this rank reports: it has the loss."""
         self.logger = self._build_loggers(dump_folder, rank, config_dict)
 
@@ -205,7 +203,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         }
         self.logger.log(curves, step)
         seconds_left = self._time_left.seconds(step, speed.seconds_per_step)
-        progress = Progress(step, self.config.total_steps, seconds_left)
+        progress = RunProgress(step, self.config.total_steps, seconds_left)
         if self.is_metrics_rank:
             logger.info(train_line(progress, global_avg_loss, grad_norm, speed, curves, self.color))
         self._reported_step = step
@@ -233,7 +231,7 @@ class RelayMetricsProcessor(MetricsProcessor):
 
     def note(self, tag: str, text: str, step: int) -> None:
         """Write a text beside the curves, on a rank that writes them."""
-        for each in getattr(self.logger, "_loggers", ()):
+        for each in loggers_of(self.logger):
             if isinstance(each, CurveLogger):
                 each.log_text(tag, text, step)
 
@@ -248,7 +246,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         if self.config.save_for_all_ranks:
             folder /= f"rank_{rank}"
         elif not self.is_metrics_rank:
-            _raise_together(None)
+            raise_together(None)
             return BaseLogger()
         loggers, message = LoggerContainer(), None
         try:
@@ -259,7 +257,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         except FolderError as error:
             message = str(error)
         try:
-            _raise_together(message)
+            raise_together(message)
         except FolderError:
             loggers.close()
             raise
@@ -328,10 +326,3 @@ def _wandb_logger(folder: Path, config_dict: dict[str, Any] | None) -> WandBLogg
         return WandBLogger(str(folder), config_dict=config_dict)
     except Exception as error:  # whatever Weights & Biases raises: not installed, not logged in
         raise FolderError(f"metrics.enable_wandb = true: it did not start: {error}") from error
-
-
-def _raise_together(message: str | None) -> None:
-    """Raise on every rank if any rank has a message: one alone would leave the others waiting."""
-    message = first_error(message)
-    if message is not None:
-        raise FolderError(message)

@@ -7,7 +7,7 @@ non-finite router logits stop the step on all ranks, and the biases of auxiliary
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,17 +44,12 @@ def moe_layers(model_parts: list[nn.Module]) -> Iterator[tuple[int, MoE]]:
                 yield int(name.split("layers.")[1].split(".")[0]), module
 
 
-def layers_present(table: torch.Tensor) -> list[int]:
-    """The rows of `table` (last column: how many ranks filled them in) that any rank filled in."""
-    return [int(i) for i in table[:, -1].nonzero().flatten().tolist()]
-
-
 class BalanceStep:
     """Gathers every layer's load once per optimizer step and moves the balancing biases.
 
     Args:
         model_parts: this rank's parts of the model.
-        num_layers: layers of the whole model.
+        layer_ids: the layers of the whole model that have experts.
         num_experts: experts per MoE layer.
         num_copies: how many ranks count each token (more than one where tensor parallelism
             repeats tokens).
@@ -64,13 +59,14 @@ class BalanceStep:
         self,
         model_parts: list[nn.Module],
         *,
-        num_layers: int,
+        layer_ids: Sequence[int],
         num_experts: int,
         num_copies: int,
         device: torch.device,
     ) -> None:
         self._layers = list(moe_layers(model_parts))
-        self._num_layers = num_layers
+        self._layer_ids = tuple(layer_ids)
+        self._row_of_layer = {layer: row for row, layer in enumerate(self._layer_ids)}
         self._num_experts = num_experts
         self._num_copies = num_copies
         self._device = device
@@ -84,21 +80,19 @@ class BalanceStep:
             NonFiniteRouterError: on every rank, naming the layers.
         """
         table = torch.zeros(
-            self._num_layers, self._num_experts + 4, dtype=torch.float64, device=self._device
+            len(self._layer_ids), self._num_experts + 3, dtype=torch.float64, device=self._device
         )
         for layer, moe in self._layers:
-            table[layer, :-1] = moe.meter.read(self._device)
-            table[layer, -1] = 1.0
+            table[self._row_of_layer[layer]] = moe.meter.read(self._device)
             moe.meter.reset()
         dist.all_reduce(table)
-        layer_ids = tuple(layers_present(table))
-        rows = table[list(layer_ids)] / self._num_copies
+        rows = table / self._num_copies
         self.stats = LayerStats(
-            layer_ids=layer_ids,
+            layer_ids=self._layer_ids,
             tokens_LE=rows[:, : self._num_experts],
-            aux_loss_L=rows[:, -4],
-            z_loss_L=rows[:, -3],
-            nonfinite_L=rows[:, -2],
+            aux_loss_L=rows[:, -3],
+            z_loss_L=rows[:, -2],
+            nonfinite_L=rows[:, -1],
         )
         self._stop_on_nonfinite(self.stats)
         self._move_biases(self.stats)
@@ -118,12 +112,11 @@ class BalanceStep:
 
     @torch.no_grad()
     def _move_biases(self, stats: LayerStats) -> None:
-        row_of_layer = {layer: row for row, layer in enumerate(stats.layer_ids)}
         for layer, moe in self._layers:
             bias = moe.expert_bias_E
             if bias is None or moe.load_balance_coeff is None:
                 continue
-            tokens_E = stats.tokens_LE[row_of_layer[layer]].float()
+            tokens_E = stats.tokens_LE[self._row_of_layer[layer]].float()
             step_E = torch.sign(tokens_E.mean() - tokens_E) * moe.load_balance_coeff
             local = bias.to_local() if hasattr(bias, "to_local") else bias
             local.add_(step_E - step_E.mean())

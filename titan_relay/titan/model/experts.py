@@ -22,17 +22,6 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def has_grouped_gemm(x_RD: torch.Tensor) -> bool:
-    """Whether torch's grouped GEMM serves this device and dtype."""
-    return x_RD.is_cuda and x_RD.dtype == torch.bfloat16
-
-
-def rows_per_expert(num_rows: int, counts_E: torch.Tensor) -> list[int]:
-    """How many of the `num_rows` rows each expert has, read from the device."""
-    rows: list[int] = counts_E.tolist()
-    return rows
-
-
 class NativeDtypeExperts(GroupedExperts):
     """Grouped experts that compute in their input's dtype.
 
@@ -49,15 +38,24 @@ class NativeDtypeExperts(GroupedExperts):
         On CPU experts run one after another: the grouped GEMM there is such a loop too.
         """
         weights = [_local(w).to(x_RD.dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
-        if has_grouped_gemm(x_RD):
+        if self.has_grouped_gemm(x_RD):
             return super().forward(x_RD, num_tokens_per_expert_E)
-        rows = x_RD.split(rows_per_expert(x_RD.shape[0], num_tokens_per_expert_E))
+        rows = x_RD.split(self.rows_per_expert(x_RD.shape[0], num_tokens_per_expert_E))
         return torch.cat(
             [
                 (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
                 for x, w1, w2, w3 in zip(rows, *weights, strict=True)
             ]
         )
+
+    def has_grouped_gemm(self, x_RD: torch.Tensor) -> bool:
+        """Whether torch's grouped GEMM serves this device and dtype."""
+        return x_RD.is_cuda and x_RD.dtype == torch.bfloat16
+
+    def rows_per_expert(self, num_rows: int, counts_E: torch.Tensor) -> list[int]:
+        """How many of the `num_rows` rows each expert has, read from the device."""
+        rows: list[int] = counts_E.tolist()
+        return rows
 
 
 @override(target=GroupedExperts.Config, description="experts in the run's dtype")

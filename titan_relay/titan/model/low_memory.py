@@ -1,4 +1,4 @@
-"""torchtitan's norms, rotary embeddings and feed-forwards on this project's lean ops.
+"""torchtitan's norms, rotary embeddings and feed-forwards on low-memory ops of this project.
 
 Same configs, parameters and results; they differ in what they save for backward and copy on the
 way. Under tensor parallelism tensors are DTensors, which registered ops do not take: there

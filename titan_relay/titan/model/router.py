@@ -16,6 +16,7 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from titan_relay.ops import float32_linear
 from titan_relay.recompute.decisions import keep_decision
+from titan_relay.titan.private_torchtitan import even_routing, routes_evenly, scores_in_groups
 
 
 class Float32Linear(Linear):
@@ -81,9 +82,9 @@ class Router(TokenChoiceTopKRouter):
             probs_BLE = torch.sigmoid(logits_BLE)
         choice_BLE = probs_BLE if expert_bias_E is None else probs_BLE + expert_bias_E
         if self.num_expert_groups is not None:
-            choice_BLE = self._get_node_limited_routing_scores(choice_BLE)
-        if self._debug_force_load_balance:
-            ids_BLK, scores_BLK = self._debug_force_load_balance_routing(probs_BLE)
+            choice_BLE = scores_in_groups(self, choice_BLE)
+        if routes_evenly(self):
+            ids_BLK, scores_BLK = even_routing(self, probs_BLE)
         else:
             ids_BLK = torch.topk(choice_BLE, k=self.top_k, dim=-1, sorted=False).indices
             ids_BLK = keep_decision(ids_BLK, self.num_experts)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from titan_relay.recompute.decisions import keep_decision
 from titan_relay.titan.model.random_numbers import counter_uniform
 from titan_relay.titan.model.router import Router, Routing
+from titan_relay.titan.private_torchtitan import routes_evenly
 
 _NUM_PICKS = 2
 # The released model was trained with the decimals that stand in its code, not with 1/3.
@@ -65,7 +66,7 @@ class SparseMixerRouter(Router):
     ) -> Routing:
         """Route `x_BLD`. Under tensor parallelism draws are those of this rank's tokens."""
         assert expert_bias_E is None, "sparsemixer has no balancing bias"
-        if self._debug_force_load_balance:
+        if routes_evenly(self):
             return super().forward(x_BLD)
         logits_BLE = self.gate(x_BLD)
         if not isinstance(logits_BLE, DTensor):

@@ -1,13 +1,17 @@
-"""What the all-to-all makes of a layer's tokens: rows that it brings a rank, and their bytes."""
+"""What the all-to-all makes of a layer's tokens: rows that it brings a rank, and their bytes.
+
+Skew says how uneven that is: rows that a rank receives, as a multiple of what it would under
+balanced routing. `math.inf` stands for the worst case: every token of every rank chooses as many of
+its experts as it can.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchtitan.config.override import derive, override
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 
@@ -34,8 +38,12 @@ class RoutedLayer:
     @property
     def worst_rows(self) -> int:
         """Rows that reach them if all ranks' tokens choose this rank's experts first."""
-        num_local = self.num_experts // self.num_ranks
-        return self.num_ranks * self.num_tokens * min(self.top_k, num_local)
+        return worst_rows(self.balanced_rows, self.num_ranks, self.top_k, self.num_local)
+
+    @property
+    def num_local(self) -> int:
+        """Experts of this rank."""
+        return self.num_experts // self.num_ranks
 
     def dispatched_bytes(self, num_rows: int) -> int:
         """The rows themselves, as the experts' input."""
@@ -46,60 +54,51 @@ class RoutedLayer:
         return 3 * num_rows * self.expert_dim * self.itemsize
 
 
-@dataclass(frozen=True)
-class Routing:
-    """The load of the rank that is looked at.
+def worst_rows(num_rows: int, num_ranks: int, top_k: int, num_local: int) -> int:
+    """Rows that reach one rank's experts at most, if every rank sends `num_rows`.
 
-    skew: rows that this rank receives, as a multiple of what it would under balanced routing.
-    Math.inf stands for the worst case: every token of every rank chooses as many of its experts
-    as it can.
+    Example: 64 rows of top-8 on 4 ranks with 2 experts each: each of the 4 * 8 tokens brings 2
+    rows, 64. With 16 experts each: 4 * 64.
     """
-
-    skew: float = 1.0
-
-    def received_rows(self, num_rows: int, num_ranks: int, top_k: int, num_local: int) -> int:
-        """Rows that reach this rank, if every rank sends `num_rows`.
-
-        Example: 64 rows of top-8 on 4 ranks with 2 experts each: 64 balanced; at worst each of
-        the 4 * 8 tokens brings 2 rows, 64 too. With 16 experts each: 4 * 64.
-        """
-        layer = RoutedLayer(num_rows // top_k, top_k, 0, 0, num_local * num_ranks, num_ranks, 0)
-        worst = layer.worst_rows
-        return worst if self.skew * num_rows >= worst else int(self.skew * num_rows)
-
-    @contextmanager
-    def supplied(self) -> Iterator[None]:
-        """Have torchtitan's all-to-all take its splits from here."""
-        dispatcher_class: Any = AllToAllTokenDispatcher
-        reorder = dispatcher_class._local_reorder
-        read_splits = dispatcher_class._sync_token_count_exchange
-
-        def reorder_and_count(dispatcher: Any, *tensors: torch.Tensor) -> Any:
-            dispatcher.planned_rows = tensors[2].numel()
-            return reorder(dispatcher, *tensors)
-
-        def splits(
-            dispatcher: Any, counts_E: torch.Tensor, counts_We: torch.Tensor, num_ranks: int
-        ) -> tuple[torch.Tensor, list[int], list[int]]:
-            num_rows, num_local = dispatcher.planned_rows, counts_E.shape[0] // num_ranks
-            received = self.received_rows(num_rows, num_ranks, dispatcher.top_k, num_local)
-            counts_We = torch.ops._c10d_functional.wait_tensor(counts_We)
-            return counts_We.reshape(-1), _even(num_rows, num_ranks), _even(received, num_ranks)
-
-        dispatcher_class._local_reorder = reorder_and_count
-        dispatcher_class._sync_token_count_exchange = splits
-        try:
-            yield
-        finally:
-            dispatcher_class._local_reorder = reorder
-            dispatcher_class._sync_token_count_exchange = read_splits
+    return num_ranks * (num_rows // top_k) * min(top_k, num_local)
 
 
-def rows_per_expert(num_rows: int, counts_E: torch.Tensor) -> list[int]:
-    """`num_rows` shared evenly among the experts, in the place of counts read from a device."""
-    return _even(num_rows, counts_E.shape[0])
+class SuppliedSplits(AllToAllTokenDispatcher):
+    """torchtitan's all-to-all, whose splits follow from the skew instead of from routing counts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        skew: float = 1.0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._skew = config.skew
+        self._num_rows = 0
+
+    def _local_reorder(self, *tensors: torch.Tensor) -> Any:
+        self._num_rows = tensors[2].numel()
+        return super()._local_reorder(*tensors)
+
+    def _sync_token_count_exchange(
+        self, counts_E: torch.Tensor, counts_We: torch.Tensor, num_ranks: int
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        counts_E, *_ = super()._sync_token_count_exchange(counts_E, counts_We, num_ranks)
+        num_local = counts_E.shape[0] // num_ranks
+        worst = worst_rows(self._num_rows, num_ranks, self.top_k, num_local)
+        received = int(min(self._skew * self._num_rows, worst))
+        sent = shared_evenly(self._num_rows, num_ranks)
+        return counts_E, sent, shared_evenly(received, num_ranks)
 
 
-def _even(total: int, num_parts: int) -> list[int]:
+@override(target=AllToAllTokenDispatcher.Config, description="an all-to-all of a given skew")
+def supplied_splits(
+    config: AllToAllTokenDispatcher.Config, *, skew: float
+) -> SuppliedSplits.Config:
+    """Replace every all-to-all."""
+    return derive(config, SuppliedSplits.Config, skew=skew)
+
+
+def shared_evenly(total: int, num_parts: int) -> list[int]:
+    """`total` in parts that differ by 1 at most."""
     base, extra = divmod(total, num_parts)
     return [base + (index < extra) for index in range(num_parts)]

@@ -9,7 +9,7 @@ from typing import Any
 from titan_relay.config import ConfigError, RunConfig, check_keys, degrees_of, with_settings
 from titan_relay.config.degrees import global_batch_size, loss_chunks
 from titan_relay.measure.devices import Device
-from titan_relay.titan.plan.extrapolate import peak_of
+from titan_relay.titan.plan.extrapolate import Moment, peak_of
 from titan_relay.titan.plan.plan import usable_bytes
 from titan_relay.units import in_words
 
@@ -49,12 +49,14 @@ def nearest_changes(
     *,
     rank: int = 0,
     skew: float = 1.0,
+    peak_of: Callable[..., Moment] = peak_of,
 ) -> list[Change]:
     """Every single change that lowers the peak, now `peak_bytes`, by 1% or more: those that leave
     the training as it is first, the lowest peak first. If none of these fits, also a combination
     of them, with a shorter sequence where that is not enough.
 
-    Peaks are extrapolated from few layers; see `dry_run` for `rank` and `skew`.
+    Peaks are those of `peak_of`, which extrapolates from few layers; see `dry_run` for `rank` and
+    `skew`.
     """
     limit = usable_bytes(device)
     assert limit is not None, "a device without a limit needs no changes"

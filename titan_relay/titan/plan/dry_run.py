@@ -9,10 +9,10 @@ from titan_relay.config import RunConfig, degrees_of
 from titan_relay.config.degrees import global_batch_size
 from titan_relay.measure.devices import Device
 from titan_relay.measure.step_memory import StepMemory
-from titan_relay.titan.plan.alltoall import Routing
+from titan_relay.titan.plan.dry_trainer import as_dry
 from titan_relay.titan.plan.fake_ranks import fake_ranks
 from titan_relay.titan.plan.recorder import record_step
-from titan_relay.titan.plan.synthetic import quiet, without_files
+from titan_relay.titan.plan.synthetic import silenced, without_files
 from titan_relay.titan.train.build import build_trainer_config
 
 _MOST_MICROBATCHES = 2
@@ -40,9 +40,10 @@ def dry_run(
         RuntimeError: this process is in a process group already.
     """
     run = replace(_accumulating_twice(run, world_size), compile=replace(run.compile, enable=False))
-    with quiet(), fake_ranks(world_size, rank, Routing(skew), device):
+    with silenced(), fake_ranks(world_size, rank, device):
         config = build_trainer_config(run, world_size, compute_in_float32=device.is_cpu)
-        trainer = without_files(config).build()
+        dry = as_dry(without_files(config), stands_for_cuda=not device.is_cpu, skew=skew)
+        trainer = dry.build()
         try:
             return record_step(trainer, watch)
         finally:

@@ -2,69 +2,56 @@
 
 All chunks of a chunked loss are alike, and there may be thousands. The first makes the head's
 gradient, the second adds to it, and the last has it summed over ranks: these three run. Those
-between do nothing: the memory that one of them needs is what the second needs.
+between compute nothing: the memory that one of them needs is what the second needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.components.loss import ChunkedLossWrapper, GradAccumulator
+from torchtitan.components.loss import ChunkedLossWrapper
+
+from titan_relay.private_torch import called_as
 
 _RUN_AT_FIRST = 2
 
 
-@contextmanager
-def few_chunks() -> Iterator[None]:
-    """Skip the middle chunks of every chunked loss inside."""
-    original: Any = ChunkedLossWrapper.__call__
+class FewChunks(ChunkedLossWrapper):
+    """torchtitan's chunked loss, without head and loss of the middle chunks."""
 
-    def call(loss: Any, *args: Any, **kwargs: Any) -> Any:
-        with _skipping(loss):
-            return original(loss, *args, **kwargs)
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):
+        pass
 
-    ChunkedLossWrapper.__call__ = call
-    try:
-        yield
-    finally:
-        ChunkedLossWrapper.__call__ = original
+    loss_fn: Any
 
+    def __init__(self, config: Config, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self._loss_of_chunk = self.loss_fn
+        self.loss_fn = self._unless_skipped
 
-@contextmanager
-def _skipping(loss: Any) -> Iterator[None]:
-    head, inner, last = loss.lm_head, loss.loss_fn, loss.num_chunks - 1
-    project, accumulate = head._compiled_call_impl, GradAccumulator.add
-    chunk = -1
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, wrong by the chunks that are left out, and its metrics."""
+        with called_as(self.lm_head, self._for_some_chunks):
+            return super().__call__(*args, **kwargs)
 
-    def skip() -> bool:
-        return _RUN_AT_FIRST <= chunk < last
+    def _for_some_chunks(self, head: Callable[..., Any]) -> Callable[..., Any]:
+        numbers = itertools.count()
 
-    def call(h_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal chunk
-        chunk += 1
-        return _Skipped(h_BLD) if skip() else head._call_impl(h_BLD, *args, **kwargs)
+        def call(h_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_skipped = _RUN_AT_FIRST <= next(numbers) < self.num_chunks - 1
+            return _Skipped(h_BLD) if is_skipped else head(h_BLD, *args, **kwargs)
 
-    # What torch.compile sets for a module to be called in another way, hooks and all.
-    head._compiled_call_impl = call
-    loss.loss_fn = lambda logits, *args, **kwargs: (
-        (logits, {}) if skip() else inner(logits, *args, **kwargs)
-    )
-    GradAccumulator.add = _unless(skip, accumulate)
-    try:
-        yield
-    finally:
-        head._compiled_call_impl, loss.loss_fn, GradAccumulator.add = project, inner, accumulate
+        return call
 
-
-def _unless(skip: Callable[[], bool], accumulate: Any) -> Any:
-    def add(accumulator: GradAccumulator, h_grad_BLD: torch.Tensor) -> None:
-        if not skip():
-            accumulate(accumulator, h_grad_BLD)
-
-    return add
+    def _unless_skipped(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(logits, _Skipped):
+            return logits, {}
+        return self._loss_of_chunk(logits, *args, **kwargs)
 
 
 class _Skipped:

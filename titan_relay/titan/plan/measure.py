@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from titan_relay.config import RunConfig, with_settings
 from titan_relay.measure.step_memory import StepMemory
 from titan_relay.titan.plan.recorder import record_step
-from titan_relay.titan.plan.synthetic import quiet, without_files
+from titan_relay.titan.plan.synthetic import silenced, without_files
 from titan_relay.titan.train.build import build_trainer_config
 from titan_relay.titan.train.trainer import RelayTrainer
 
@@ -21,7 +21,7 @@ def small_trainer(
     """The run's trainer on made-up data, silent, for ``num_steps`` steps, gone at the end."""
     if run.training.steps < num_steps:  # a schedule refuses steps beyond its end
         run = with_settings(run, {"training.steps": num_steps})
-    with quiet():
+    with silenced():
         config = build_trainer_config(run, world_size, compute_in_float32=compute_in_float32)
         trainer = without_files(config).build()
         try:

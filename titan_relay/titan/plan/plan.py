@@ -11,7 +11,7 @@ from titan_relay.measure.devices import Device
 from titan_relay.measure.step_memory import StepMemory
 from titan_relay.titan.plan.dry_run import dry_run
 from titan_relay.titan.recompute.choice import run_after_choice
-from titan_relay.titan.train.relay_setup import RelayPlan, relay_plan
+from titan_relay.titan.train.relay_setup import ExpectedRelay, expected_relay
 
 # What live tensors cannot have of a device: the driver's context, communication buffers, library
 # workspaces, and what an allocator loses between blocks.
@@ -38,7 +38,7 @@ class Plan:
     memory: StepMemory
     start: StepMemory
     worst_bytes: int | None
-    relay: RelayPlan | None
+    relay: ExpectedRelay | None
 
     @property
     def peak_bytes(self) -> int:
@@ -93,7 +93,7 @@ def plan_run(
         if worst:
             at_worst = dry_run(run, world_size, device, rank=rank, skew=math.inf, watch=watch)
             worst_bytes = _highest(at_worst)
-    relay = relay_plan(run, world_size, for_cpu=device.is_cpu)
+    relay = expected_relay(run, world_size, for_cpu=device.is_cpu)
     return Plan(run, world_size, rank, device, memory, start, worst_bytes, relay)
 
 

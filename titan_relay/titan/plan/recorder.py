@@ -19,7 +19,7 @@ from torch import nn
 from titan_relay.measure import LiveBytes
 from titan_relay.measure.step_memory import PARAMETERS, Mark, Owners, StepMemory, step_memory
 from titan_relay.private_torch import around_fsdp_steps, in_backward
-from titan_relay.titan.train.trainer import RelayTrainer
+from titan_relay.titan.train.trainer import RelayTrainer, StepObserver
 
 _BLOCK_PART = re.compile(r"layers\.(\d+)(?:\.(\w+))?$")
 _PARTS = {
@@ -41,14 +41,14 @@ def record_step(trainer: RelayTrainer, watch: Callable[[str], None] | None = Non
     recorder = _Recorder(tracker, trainer, watch)
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.step += 1
-    with recorder.watching(), tracker:
+    with recorder.watching(), trainer.observed(recorder), tracker:
         trainer.train_step(batches)
     return step_memory(
         tracker.events, recorder.marks, recorder.owners(), host_bytes=tracker.host_peak_bytes
     )
 
 
-class _Recorder:
+class _Recorder(StepObserver):
     def __init__(
         self, tracker: LiveBytes, trainer: RelayTrainer, watch: Callable[[str], None] | None
     ) -> None:
@@ -74,21 +74,27 @@ class _Recorder:
             block_inputs=frozenset(self._block_inputs),
         )
 
+    def before_microbatch(self) -> None:
+        """The batch's own tensors belong to the input."""
+        self._mark("forward input")
+
+    def after_microbatch(self) -> None:
+        """Until another one begins, what is made is the optimizer's."""
+        self._after_blocks = self._backward = ""
+        self._mark("optimizer step")
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow the step through the model's parts."""
         for part in self._trainer.model_parts:
             self._hook_part(part)
         hook = self._trainer.optimizers.register_step_pre_hook(self._take_gradients)
-        microbatch = self._trainer.forward_backward_step
-        self._trainer.forward_backward_step = self._framed(microbatch)  # type: ignore[method-assign]
         self._mark("forward input")
         try:
             with around_fsdp_steps(self._in_fsdp):
                 yield
         finally:
             hook.remove()
-            self._trainer.forward_backward_step = microbatch  # type: ignore[method-assign]
 
     def _hook_part(self, part: nn.Module) -> None:
         blocks = part.get_submodule("layers")
@@ -141,16 +147,6 @@ class _Recorder:
     def _enter_backward(self, part: str) -> None:
         self._backward = f"backward {part}"
         self._mark(self._here())
-
-    def _framed(self, microbatch: Any) -> Any:
-        def run(**batch: Any) -> Any:
-            self._mark("forward input")
-            loss = microbatch(**batch)
-            self._after_blocks = self._backward = ""
-            self._mark("optimizer step")
-            return loss
-
-        return run
 
     def _take_gradients(self, *_: Any) -> None:
         parameters = [p for part in self._trainer.model_parts for p in part.parameters()]

@@ -117,7 +117,7 @@ class SilentMetrics(MetricsProcessor):
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """Keep torchtitan's story of building a trainer to itself: none of it is news here."""
     level = logger.level
     logger.setLevel(logging.ERROR)

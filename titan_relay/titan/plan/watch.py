@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import sys
 
-import torch
+import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig
-from titan_relay.measure.devices import CPU, Device
-from titan_relay.titan.device import on_cpu
+from titan_relay.titan.device import this_device
 from titan_relay.titan.metrics.processor import RelayMetricsProcessor
 from titan_relay.titan.plan.background import BackgroundPlan, PlanError, Planned, Request
+from titan_relay.titan.train.trainer import StepObserver
 from titan_relay.units import in_mib
 
 _TOLERANCE = 0.05
 
 
-def this_device() -> Device:
-    """The device that this process trains on."""
-    if on_cpu():
-        return Device(CPU, None)
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Device(properties.name, properties.total_memory)
-
-
-class PlanWatch:
+class PlanWatch(StepObserver):
     """Follows a plan from its start to its report, over the first steps of a run.
 
     Args:
+        plan: of this rank, under way; closed with the watch.
         metrics: of a rank that reports; knows what a step took, and has the curves' folder.
+        alltoall: the run goes through the all-to-all, whose memory depends on the router.
     """
 
     def __init__(
-        self,
-        run: RunConfig,
-        world_size: int,
-        rank: int,
-        metrics: RelayMetricsProcessor,
+        self, plan: BackgroundPlan, metrics: RelayMetricsProcessor, *, alltoall: bool
     ) -> None:
-        self._metrics = metrics
-        self._plan: BackgroundPlan | None = BackgroundPlan(
-            Request(run, world_size, rank, this_device(), worst=False)
-        )
+        self._plan: BackgroundPlan | None = plan
+        self._metrics, self._alltoall = metrics, alltoall
         self._measured_bytes: int | None = None
         self._had_state: bool | None = None
-        self._alltoall = run.relay.dispatcher == "alltoall"
 
     def before_step(self, *, has_optimizer_state: bool) -> None:
         """Note whether the first step of this process begins with state from a checkpoint."""
@@ -100,6 +87,12 @@ class PlanWatch:
 
 
 EXIT_DOES_NOT_FIT = 1
+
+
+def watch_plan(run: RunConfig, metrics: RelayMetricsProcessor) -> PlanWatch:
+    """Begin to plan this rank of a run whose process group is there."""
+    request = Request(run, dist.get_world_size(), dist.get_rank(), this_device(), worst=False)
+    return PlanWatch(BackgroundPlan(request), metrics, alltoall=run.relay.dispatcher == "alltoall")
 
 
 def print_plan(run: RunConfig, world_size: int) -> int:

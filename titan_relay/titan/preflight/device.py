@@ -9,19 +9,18 @@ import torch
 
 from titan_relay.config import ConfigError, RunConfig, Sources
 from titan_relay.moe import KernelChoiceError, uses_triton
-from titan_relay.titan.device import on_cpu
 
 _FLEX_BLOCK = 128  # FlexAttention's block; context parallelism cuts rows into whole blocks
 
 
-def check_device(run: RunConfig, sources: Sources) -> None:
-    """Refuse what the device cannot do, before anything is built.
+def check_device(run: RunConfig, sources: Sources, *, cpu: bool) -> None:
+    """Refuse what the device (the CPU or this machine's GPUs) cannot do, before anything is built.
 
     Raises:
         ConfigError: one line with the key, the value and the fix.
     """
-    _check_kernels(run, sources)
-    if on_cpu():
+    _check_kernels(run, sources, torch.device("cpu" if cpu else "cuda"))
+    if cpu:
         for key, value, fix in _cpu_faults(run):
             raise sources.error(key, value, fix)
         return
@@ -42,9 +41,8 @@ def check_device(run: RunConfig, sources: Sources) -> None:
         )
 
 
-def _check_kernels(run: RunConfig, sources: Sources) -> None:
+def _check_kernels(run: RunConfig, sources: Sources, device: torch.device) -> None:
     """Ask for a choice of kernels as the layers will."""
-    device = torch.device("cpu" if on_cpu() else "cuda")
     try:
         uses_triton(run.relay.kernels, device, torch.float32)
     except KernelChoiceError as error:

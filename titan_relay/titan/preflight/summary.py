@@ -6,7 +6,7 @@ from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.titan.device import on_cpu
-from titan_relay.titan.train.relay_setup import relay_plan, unused_keys
+from titan_relay.titan.train.relay_setup import expected_relay, unused_keys
 
 
 def summary_lines(run: RunConfig, world_size: int) -> list[str]:
@@ -19,7 +19,7 @@ def summary_lines(run: RunConfig, world_size: int) -> list[str]:
         if run.relay.dispatcher == "relay"
         else "no ring"
     )
-    plan = relay_plan(run, world_size)
+    expected = expected_relay(run, world_size)
     unused = unused_keys(run, world_size)
     without = f"expert parallelism {degrees.ep}, dispatcher {run.relay.dispatcher}"
     return [
@@ -33,7 +33,7 @@ def summary_lines(run: RunConfig, world_size: int) -> list[str]:
         f"Precision: {t.dtype} parameters and optimizer state, {compute} computation, "
         f"{t.mixed_precision_reduce} gradient reductions, float32 router, losses and balancing, "
         f"{ring}",
-        *(plan.lines() if plan is not None else []),
+        *(expected.lines() if expected is not None else []),
         *([f"Without effect here ({without}): {', '.join(unused)}"] if unused else []),
         f"Output: {run.dump_folder}",
     ]

@@ -26,6 +26,7 @@ from titan_relay.titan.hf.export import (
     write_assets,
 )
 from titan_relay.titan.hf.names import NameMap
+from titan_relay.titan.private_torchtitan import checkpoint_folder
 
 
 class RelayCheckpointManager(CheckpointManager):
@@ -50,7 +51,7 @@ class RelayCheckpointManager(CheckpointManager):
             for name, shape in NameMap(self._run.model).hf_shapes.items()
         }
         self.sd_adapter.fqn_to_index_mapping = shard_numbers(sizes, SHARD_BYTES)
-        folder = Path(self._create_checkpoint_id(curr_step))
+        folder = Path(checkpoint_folder(self, curr_step))
         if dist.get_rank() == 0:
             # Before the weights: the folder counts as complete once their index is there.
             folder.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def relay_options(run: RunConfig) -> RelayOptions:
 
 
 @dataclass(frozen=True)
-class RelayPlan:
+class ExpectedRelay:
     """One MoE layer on one rank, for one microbatch: traffic and peak working memory."""
 
     forward: Traffic
@@ -54,7 +54,7 @@ class RelayPlan:
     options: RelayOptions
 
     def lines(self) -> list[str]:
-        """The plan in words, a line a direction."""
+        """The same in words, a line a direction."""
         return [
             self._line("forward", self.forward, self.forward_memory.total_bytes),
             self._line("backward", self.backward, self.backward_memory.total_bytes),
@@ -81,7 +81,7 @@ class RelayPlan:
     def curves(self) -> dict[str, float]:
         """The same as numbers; `circulates_tokens` is 1 where tokens go round, else 0."""
         return {
-            f"relay/plan/{direction}/{name}": value
+            f"relay/expected/{direction}/{name}": value
             for direction, traffic in (("forward", self.forward), ("backward", self.backward))
             for name, value in (
                 ("experts_bytes", float(traffic.experts_bytes)),
@@ -91,8 +91,10 @@ class RelayPlan:
         }
 
 
-def relay_plan(run: RunConfig, world_size: int, *, for_cpu: bool | None = None) -> RelayPlan | None:
-    """The plan of a run; None without a relay or without expert parallelism.
+def expected_relay(
+    run: RunConfig, world_size: int, *, for_cpu: bool | None = None
+) -> ExpectedRelay | None:
+    """What a run can expect; None without a relay or without expert parallelism.
 
     for_cpu: whether it runs on CPU; None: as this machine would.
     """
@@ -101,7 +103,7 @@ def relay_plan(run: RunConfig, world_size: int, *, for_cpu: bool | None = None) 
     for_cpu = on_cpu() if for_cpu is None else for_cpu
     shape, options = relay_shape(run, world_size, for_cpu=for_cpu), relay_options(run)
     device = torch.device("cpu" if for_cpu else "cuda")
-    return RelayPlan(
+    return ExpectedRelay(
         forward=forward_traffic(shape, options),
         backward=backward_traffic(shape, options),
         forward_memory=forward_memory(shape, options, device),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -14,6 +15,7 @@ from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.trainer import Trainer
 
 from titan_relay.config.schema import RunConfig
+from titan_relay.ops import DocumentMask
 from titan_relay.titan.device import on_cpu
 from titan_relay.titan.metrics.curves import StepCurves
 from titan_relay.titan.metrics.processor import RelayMetricsProcessor
@@ -22,10 +24,23 @@ from titan_relay.titan.model.balance_hook import BalanceStep, moe_layers
 from titan_relay.titan.model.random_numbers import key_of, random_bits
 from titan_relay.titan.recompute.block_levels import BlockRetention
 from titan_relay.titan.recompute.choice import RetentionChoice
-from titan_relay.titan.train.relay_setup import relay_plan, warm_up_kernels
+from titan_relay.titan.train.relay_setup import expected_relay, warm_up_kernels
 
-if TYPE_CHECKING:  # planning runs this trainer
-    from titan_relay.titan.plan.watch import PlanWatch
+
+class StepObserver:
+    """Told where a trainer's steps begin and end; does nothing with it."""
+
+    def before_step(self, *, has_optimizer_state: bool) -> None:
+        """A step begins; without an optimizer's state if it is the first of a new run."""
+
+    def before_microbatch(self) -> None:
+        """A forward and backward begin, within a step."""
+
+    def after_microbatch(self) -> None:
+        """They are over; the next one or the optimizer follows."""
+
+    def after_step(self, step: int) -> None:
+        """Step number `step` is over, and reported if it was due."""
 
 
 class RelayTrainer(Trainer):
@@ -45,16 +60,16 @@ class RelayTrainer(Trainer):
         tokens_are_repeated = self.parallel_dims.tp_enabled and not self.parallel_dims.ep_enabled
         self.balance = BalanceStep(
             self.model_parts,
-            num_layers=model.num_layers,
+            layer_ids=range(model.num_dense_layers, model.num_layers),
             num_experts=model.moe.num_experts,
             num_copies=self.parallel_dims.tp if tokens_are_repeated else 1,
             device=self.device,
         )
         self.optimizers.register_step_pre_hook(self.balance)
         curves = StepCurves(self.balance, self.model_parts)
-        plan = relay_plan(config.run, self.parallel_dims.world_size)
-        if plan is not None:
-            self.metrics_processor.add_source(plan.curves)
+        expected = expected_relay(config.run, self.parallel_dims.world_size)
+        if expected is not None:
+            self.metrics_processor.add_source(expected.curves)
         self.retention: RetentionChoice | None = None
         if isinstance(config.activation_checkpoint, BlockRetention.Config):
             levels = config.activation_checkpoint.levels
@@ -72,7 +87,16 @@ class RelayTrainer(Trainer):
         self.metrics_processor.add_source(curves.relay, over="mean")
         self.metrics_processor.add_source(curves.relay_wait, over="max")
         self.curves = curves
-        self.plan_watch: PlanWatch | None = None  # set where a plan of this run is wanted
+        self._observer = StepObserver()
+
+    @contextmanager
+    def observed(self, observer: StepObserver) -> Iterator[None]:
+        """Tell `observer` of the steps that are run inside, in the place of any other."""
+        usual, self._observer = self._observer, observer
+        try:
+            yield
+        finally:
+            self._observer = usual
 
     def train(self) -> None:
         """Have the experts' kernels compiled, then train."""
@@ -90,22 +114,22 @@ class RelayTrainer(Trainer):
         torch.manual_seed(step_seed(self.config.run.debug.seed, self.step))
         self.balance.step = self.step
         self.curves.num_steps += 1
-        plan = self.plan_watch
-        if plan is not None:
-            has_state = any(optimizer.state for optimizer in self.optimizers.optimizers)
-            plan.before_step(has_optimizer_state=has_state)
+        has_state = any(optimizer.state for optimizer in self.optimizers.optimizers)
+        self._observer.before_step(has_optimizer_state=has_state)
         with self.metrics_processor.step_memory(self.step):
             super().train_step(data_iterator)
         if self.retention is not None:
             self.retention.after_step()
-        if plan is not None:
-            plan.after_step(self.step)
+        self._observer.after_step(self.step)
 
     def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> Any:
         """Run one microbatch forward and backward."""
         for _, moe in moe_layers(self.model_parts):
             moe.step_context.num_valid_tokens = global_valid_tokens
-        return super().forward_backward_step(global_valid_tokens=global_valid_tokens, **batch)
+        self._observer.before_microbatch()
+        loss = super().forward_backward_step(global_valid_tokens=global_valid_tokens, **batch)
+        self._observer.after_microbatch()
+        return loss
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -133,22 +157,23 @@ class RelayTrainer(Trainer):
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         if not on_cpu():
             return super().post_dataloading_process(input_dict, labels)
-        inputs, labels, positions, mask = prepare_cpu_batch(
-            input_dict["input"],
-            labels,
-            input_dict["positions"],
-            self.parallel_dims.get_optional_mesh("cp"),
-            self.config.parallelism.context_parallel_load_balancer,
+        inputs, labels, positions, mask = self.prepare_cpu_batch(
+            input_dict["input"], labels, input_dict["positions"]
         )
         self.ntokens_seen += labels.numel()
         return inputs, labels, {"positions": positions, "attention_masks": mask}
 
-    def close(self) -> None:
-        """End what runs beside the training."""
-        plan: PlanWatch | None = getattr(self, "plan_watch", None)  # not there if building failed
-        if plan is not None:
-            plan.close()
-        super().close()
+    def prepare_cpu_batch(
+        self, inputs_BS: torch.Tensor, labels_BS: torch.Tensor, positions_BS: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, DocumentMask]:
+        """This rank's part of each row, and the mask of our op for CPU."""
+        return prepare_cpu_batch(
+            inputs_BS,
+            labels_BS,
+            positions_BS,
+            self.parallel_dims.get_optional_mesh("cp"),
+            self.config.parallelism.context_parallel_load_balancer,
+        )
 
 
 def step_seed(seed: int, step: int) -> int:

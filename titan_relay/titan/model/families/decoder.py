@@ -29,6 +29,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_relay.recompute.retained import rebuilt
 from titan_relay.titan.model.init import init_by_name
+from titan_relay.titan.private_torchtitan import head_is_left_out
 
 
 class RelayBlock(TransformerBlock):
@@ -89,7 +90,8 @@ class RelayDecoder(Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
-        init_seed: int = 0
+        init_seed: int | None = 0
+        """What initial weights are made from. None: they stay as memory was, for a dry run."""
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Take what the run says about parallelism; torchtitan calls it before building."""
@@ -143,14 +145,15 @@ class RelayDecoder(Decoder):
         if self.norm is not None:
             x = self.norm(x)
         # A chunked loss applies the head itself.
-        return x if self.lm_head is None or self._skip_lm_head else self.lm_head(x)
+        return x if self.lm_head is None or head_is_left_out(self) else self.lm_head(x)
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialise buffers and parameters."""
         super().init_states(buffer_device=buffer_device)
         share_rotary_tables(self)
         assert isinstance(self.config, RelayDecoder.Config)
-        init_by_name(self, seed=self.config.init_seed)
+        if self.config.init_seed is not None:
+            init_by_name(self, seed=self.config.init_seed)
 
     def get_attention_masks(self, positions: torch.Tensor) -> AttentionMasksType | None:
         """Masks of packed documents; each pad (position -1) is a document of its own."""
