@@ -13,11 +13,11 @@ Rule = Callable[[House], Iterator[str]]
 
 # Offenders that are left of the days before a rule. The numbers only ever go down.
 NOT_YET = {
-    "no_circles": 2,
+    "no_circles": 1,
     "folders_are_small": 1,
     "files_are_short": 1,
-    "names_are_given_once": 13,
-    "nothing_of_ours_is_patched": 11,
+    "names_are_given_once": 8,
+    "nothing_of_ours_is_patched": 8,
     "tests_use_public_names": 11,
     "few_parameters": 20,
 }
