@@ -32,7 +32,7 @@ import torch
 from relay_kernels import (
     ExpertWeights,
     Gradients,
-    Segment,
+    RoutedTokens,
     StepShape,
     SwiGLU,
     backward_experts_,
@@ -66,12 +66,9 @@ SHAPES = [
 class Layer:
     """One layer's inputs and routing. T tokens, K top-k, N = T * K rows, D, F, E as usual."""
 
-    x_TD: torch.Tensor
-    scores_TK: torch.Tensor
+    tokens: RoutedTokens
     dout_TD: torch.Tensor
     weights: ExpertWeights
-    rows_N: torch.Tensor
-    bounds: list[int]
 
     @staticmethod
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> Layer:
@@ -85,59 +82,45 @@ class Layer:
         liking = -skew * torch.log(torch.arange(1, experts + 1).float())
         ids_N = (liking + noise).topk(top_k, 1).indices.flatten()
         counts = torch.bincount(ids_N, minlength=experts).tolist()
+        bounds = list(itertools.accumulate(counts, initial=0))
         return Layer(
-            normal(tokens, dim),
-            torch.rand(tokens, top_k, generator=random),
+            RoutedTokens(
+                normal(tokens, dim),
+                torch.rand(tokens, top_k, generator=random),
+                torch.sort(ids_N, stable=True).indices.to(torch.int32),
+                list(itertools.pairwise(bounds)),
+            ),
             normal(tokens, dim),
             ExpertWeights(
                 normal(experts, hidden, dim, scale=dim**-0.5),
                 normal(experts, dim, hidden, scale=hidden**-0.5),
                 normal(experts, hidden, dim, scale=dim**-0.5),
             ),
-            torch.sort(ids_N, stable=True).indices.to(torch.int32),
-            list(itertools.accumulate(counts, initial=0)),
         )
 
-    @property
-    def segments(self) -> list[Segment]:
-        return list(itertools.pairwise(self.bounds))
+    def inputs(self) -> list[torch.Tensor]:
+        """x, scores and weights."""
+        return [self.tokens.x_TD, self.tokens.scores_TK, *self.weights.tensors()]
 
     def step_shape(self) -> StepShape:
         _, hidden, dim = self.weights.w1_gFD.shape
-        rows = min(ROWS_PER_STEP, self.scores_TK.numel())
-        return StepShape(rows, dim, hidden, self.x_TD.dtype, CPU, kernels="torch")
+        rows = min(ROWS_PER_STEP, self.tokens.scores_TK.numel())
+        return StepShape(rows, dim, hidden, self.dout_TD.dtype, CPU, kernels="torch")
 
 
 def relay_forward(layer: Layer) -> torch.Tensor:
-    out_TD = torch.zeros_like(layer.x_TD)
-    forward_experts_(
-        out_TD,
-        layer.x_TD,
-        layer.scores_TK,
-        layer.rows_N,
-        layer.segments,
-        layer.weights,
-        SwiGLU(),
-        forward_workspace(layer.step_shape()),
-    )
+    out_TD, workspace = torch.zeros_like(layer.tokens.x_TD), forward_workspace(layer.step_shape())
+    forward_experts_(out_TD, layer.tokens, layer.weights, SwiGLU(), workspace)
     return out_TD
 
 
 def relay_backward(layer: Layer) -> list[torch.Tensor]:
-    weights = layer.weights
+    tokens, weights = layer.tokens, layer.weights
     dweights = weights.empty_like(weights.num_experts)
-    dx_TD, dscores_TK = torch.zeros_like(layer.x_TD), torch.zeros_like(layer.scores_TK)
-    backward_experts_(
-        Gradients(dx_TD, dscores_TK, dweights),
-        layer.dout_TD,
-        layer.x_TD,
-        layer.scores_TK,
-        layer.rows_N,
-        layer.segments,
-        weights,
-        SwiGLU(),
-        backward_workspace(layer.step_shape(), layer.x_TD.dtype),
-    )
+    dx_TD, dscores_TK = torch.zeros_like(tokens.x_TD), torch.zeros_like(tokens.scores_TK)
+    workspace = backward_workspace(layer.step_shape(), tokens.x_TD.dtype)
+    into = Gradients(dx_TD, dscores_TK, dweights)
+    backward_experts_(into, layer.dout_TD, tokens, weights, SwiGLU(), workspace)
     return [dx_TD, dscores_TK, *dweights.tensors()]
 
 
@@ -149,8 +132,8 @@ def grouped_forward(
     w3_EFD: torch.Tensor,
     layer: Layer,
 ) -> torch.Tensor:
-    offsets_E = torch.tensor(layer.bounds[1:], dtype=torch.int32)
-    row_N = layer.rows_N.long()
+    offsets_E = torch.tensor([end for _, end in layer.tokens.segments], dtype=torch.int32)
+    row_N = layer.tokens.rows_N.long()
     token_N = row_N // scores_TK.shape[1]
     x_ND = x_TD[token_N]
     gate_NF = torch._grouped_mm(x_ND, w1_EFD.transpose(1, 2), offs=offsets_E)
@@ -162,8 +145,7 @@ def grouped_forward(
 
 
 def grouped_backward(layer: Layer) -> list[torch.Tensor]:
-    inputs = [layer.x_TD, layer.scores_TK, *layer.weights.tensors()]
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    leaves = [tensor.detach().requires_grad_() for tensor in layer.inputs()]
     out_TD = grouped_forward(leaves[0], leaves[1], leaves[2], leaves[3], leaves[4], layer)
     return list(torch.autograd.grad(out_TD, leaves, layer.dout_TD))
 
@@ -219,7 +201,7 @@ def no_products() -> Iterator[None]:
 def row(shape: tuple[int, ...], name: str, rounds: int, products: bool) -> str:
     """One line of the table."""
     layer = Layer.make(shape, DTYPES[name])
-    tensors = [layer.x_TD, layer.scores_TK, *layer.weights.tensors()]
+    tensors = layer.inputs()
 
     def grouped() -> torch.Tensor:
         return grouped_forward(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], layer)
@@ -237,12 +219,12 @@ def row(shape: tuple[int, ...], name: str, rounds: int, products: bool) -> str:
             for run in (relay_forward, relay_backward)
         )
         return f"{title} {forward:.1f} | refused | | {backward:.1f} | refused | |"
-    check_same([relay_forward(layer)], reference, layer.x_TD.dtype)
+    check_same([relay_forward(layer)], reference, layer.dout_TD.dtype)
     if not products:
         with no_products():
             own, other, ratio = paired_ms(lambda: relay_forward(layer), grouped, rounds)
         return f"{title} {own:.2f} | {other:.2f} | {ratio:.2f} | | | |"
-    check_same(relay_backward(layer), grouped_backward(layer), layer.x_TD.dtype)
+    check_same(relay_backward(layer), grouped_backward(layer), layer.dout_TD.dtype)
     pairs = (
         paired_ms(lambda: relay_forward(layer), grouped, rounds),
         paired_ms(lambda: relay_backward(layer), lambda: grouped_backward(layer), rounds),

@@ -22,10 +22,11 @@ from pathlib import Path
 import torch
 
 from kernel_check.chips import CHIPS
-from kernel_check.compile import Variant, measure
+from kernel_check.compile import measure
 from kernel_check.table import Row, table
+from kernel_check.variant import KernelVariant
 
-REGISTRY = "relay_kernels.triton.registry:variants"
+REGISTRY = "kernel_check.registry:variants"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 # Architecture, dtype's name, position in the registry: a kernel itself cannot cross processes.
@@ -113,7 +114,7 @@ class _list_of:  # argparse names a type by its function: lower case reads bette
         return list(dict.fromkeys(text.split(",")))
 
 
-def _variants(registry: str, arch: str, dtype: str) -> list[Variant]:
+def _variants(registry: str, arch: str, dtype: str) -> list[KernelVariant]:
     module, _, function = registry.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)

@@ -37,7 +37,7 @@ from titan_relay.moe import RelayOptions, backward_memory, backward_traffic, for
 from titan_relay.moe.call import RelayCall, Wants, layer_shape
 from titan_relay.moe.layer import layer_backward, layer_forward
 from titan_relay.moe.ring import Ring
-from titan_relay.moe.routing import sort_rows
+from titan_relay.moe.routing import routed_tokens, sort_rows
 from titan_relay.moe.shapes import token_slices
 from titan_relay.units import MIB
 
@@ -107,7 +107,8 @@ class Layer:
         rows_N, counts = sort_rows(
             inputs.ids_TK, self.setting.experts, slices, self.options.kernels
         )
-        args = (inputs.x_TD, inputs.scores_TK, rows_N, counts, weights)
+        tokens = routed_tokens(inputs.x_TD, inputs.scores_TK, rows_N, counts, self.setting.experts)
+        args = (tokens, counts, weights)
         out_TD = layer_forward(forward, *args)
         backward = self.call(rank, ring, "backward")
         wants = Wants(True, True, True)

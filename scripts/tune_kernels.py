@@ -80,7 +80,7 @@ def tune(args: argparse.Namespace) -> dict[tuple[str, str, str], Any]:
             shape, tokens = TINY[of_class]
         problem = make_problem(preset, shape, tokens, 0.0, DTYPE, device)
         assert shape_class(problem.rows_per_expert, *shape[:2], DTYPE) == of_class
-        ops = fused.ops(problem, "triton")
+        ops = fused.ops(problem)
         known = sorted({kernel for op in ops for kernel in op.tuned})
         for name in args.kernel or ():
             if name not in known:

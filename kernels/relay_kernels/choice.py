@@ -32,7 +32,7 @@ def uses_triton(kernels: str, device: torch.device, dtype: torch.dtype) -> bool:
         raise KernelChoiceError(f"kernels = {kernels!r} must be one of {', '.join(KERNELS)}")
     if kernels == "torch" or (kernels == "auto" and device.type != "cuda"):
         return False  # and triton need not even be installed
-    reason = _why_not(device, dtype)
+    reason = why_not_triton(device, dtype)
     if reason and kernels == "triton":
         raise KernelChoiceError(
             f'kernels = "triton" cannot be used: {reason}; use kernels = "auto" or "torch"'
@@ -45,7 +45,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _why_not(device: torch.device, dtype: torch.dtype) -> str:
+def why_not_triton(device: torch.device, dtype: torch.dtype) -> str:
     """Why the Triton kernels cannot run on these tensors, or ""."""
     if dtype not in TRITON_DTYPES:
         return f"it does not compute in {dtype}"
@@ -55,7 +55,7 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str:
     if not _has_triton():
         return "the package triton is not installed"
     if is_interpreted():
-        return _why_not_interpreted()
+        return why_not_interpreted(_version("triton"), _version("numpy"))
     if device.type != "cuda" or torch.version.cuda is None:
         return f"the tensors are on {device.type}, and it runs on CUDA devices"
     capability = torch.cuda.get_device_capability(device)
@@ -69,15 +69,14 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
-def _why_not_interpreted() -> str:
-    """The interpreter of triton 3.6 makes integers of arrays with one element."""
-    triton, numpy = (_version(package) for package in ("triton", "numpy"))
-    if triton < (3, 7) and numpy >= (2, 4):
+def why_not_interpreted(triton: tuple[int, ...], numpy: tuple[int, ...]) -> str:
+    """Why these versions do not serve Triton's interpreter, or ""."""
+    if triton < (3, 7) and numpy >= (2, 4):  # it makes integers of arrays with one element
         return "the interpreter of triton 3.6 needs numpy older than 2.4"
     return ""
 
 
+@functools.cache
 def _version(package: str) -> tuple[int, ...]:
     # The module's own: triton has come in distributions of other names.
     version: str = importlib.import_module(package).__version__

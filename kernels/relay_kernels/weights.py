@@ -1,20 +1,23 @@
-"""The weights of some consecutive experts, and the buffers of their gradients.
+"""The weights of some consecutive experts, and where gradients go.
 
-Shape legend: g experts held together (a slice of a rank's share), D model dimension, F expert
-hidden dimension.
+Shape legend: T tokens, K top-k, g experts held together (a rank's share, or a slice of it), D model
+dimension, F expert hidden dimension.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from relay_kernels.rows import Segment
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
     """One expert is ``W2 act(W1 x + b1, W3 x + b3) + b2``; biases are all given or all None.
 
-    The same class holds gradients, where the tensors are buffers of the same shapes.
+    ``act`` is ``SwiGLU``. All tensors have one dtype and any strides. The same class holds
+    gradients, where the tensors are buffers of the same shapes.
     """
 
     w1_gFD: torch.Tensor
@@ -51,3 +54,26 @@ class ExpertWeights:
                 (num_experts, *tensor.shape[1:]), dtype=dtype or tensor.dtype
             )
         )
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where gradients go; None means that nobody asks for that one, and its work is left out.
+
+    ``dx_TD`` is summed into and ``dscores_TK`` (contiguous) is written. ``weights`` is summed into
+    if ``accumulate_weights``, and otherwise overwritten (with zeros for an expert without rows).
+    """
+
+    dx_TD: torch.Tensor | None
+    dscores_TK: torch.Tensor | None
+    weights: ExpertWeights | None
+    accumulate_weights: bool = False
+
+    def begin_idle_experts(self, segments: Sequence[Segment]) -> None:
+        """Zeros for the weights of experts without rows, unless gradients are summed into."""
+        if self.weights is None or self.accumulate_weights:
+            return
+        for expert, (start, end) in enumerate(segments):
+            if start == end:
+                for tensor in self.weights.tensors():
+                    tensor[expert].zero_()

@@ -8,7 +8,11 @@ operators as they are, which compute in float32 where that dtype is narrower and
 The backward's chain of operators is longer: there, a block of rows is held in float32 until it is
 rounded once; where the dtype is not narrower it works without copies.
 
-Shape legend: R rows per step, n rows of this step, D model dimension, F expert hidden dimension.
+The fused kernels need less: rows are gathered inside them, so there is no copy of tokens; and
+products go into the activation in float32 without leaving the chip.
+
+Shape legend: R rows per step, n rows of this step, N = T * K routed rows, D model dimension, F
+expert hidden dimension.
 """
 
 from collections.abc import Iterator
@@ -17,11 +21,14 @@ from dataclasses import dataclass
 import torch
 
 from relay_kernels.choice import uses_triton
+from relay_kernels.rows import RoutedTokens
+from relay_kernels.weights import Gradients
 
 # 256 KiB of float32: a core's second-level cache holds a backward's five such buffers.
 _BLOCK_NUMEL = 65536
 # Steps whose row numbers are worked out together.
 _INDEX_STEPS = 8
+_POSITION_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -138,10 +145,9 @@ class RowIndex:
         self._score_I = torch.empty(size, dtype=score_dtype, device=shape.device)
         self._first = self._last = 0
 
-    def begin(self, rows_N: torch.Tensor, scores_TK: torch.Tensor, last: int) -> None:
-        """Other rows from now on: those of ``rows_N`` before ``last``."""
-        self._rows_N, self._end = rows_N, last
-        self._scores_N, self._top_k = scores_TK.reshape(-1), scores_TK.shape[1]
+    def begin(self, tokens: RoutedTokens) -> None:
+        """Other tokens' rows from now on."""
+        self._tokens, self._end = tokens, tokens.bounds[1]
         self._first = self._last = 0
 
     def of(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,13 +164,13 @@ class RowIndex:
     def _load(self, first: int) -> None:
         last = min(first + self._token_I.shape[0], self._end)
         num_rows = last - first
-        row_i = self._rows_N[first:last]
-        torch.div(row_i, self._top_k, rounding_mode="floor", out=self._token_I[:num_rows])
+        row_i, scores_N = self._tokens.rows_N[first:last], self._tokens.scores_N
+        torch.div(row_i, self._tokens.top_k, rounding_mode="floor", out=self._token_I[:num_rows])
         score_i = self._score_I[:num_rows]
-        if self._scores_N.dtype == score_i.dtype:
-            torch.index_select(self._scores_N, 0, row_i, out=score_i)
+        if scores_N.dtype == score_i.dtype:
+            torch.index_select(scores_N, 0, row_i, out=score_i)
         else:
-            score_i.copy_(torch.index_select(self._scores_N, 0, row_i))
+            score_i.copy_(torch.index_select(scores_N, 0, row_i))
         self._first, self._last = first, last
 
     @staticmethod
@@ -226,3 +232,83 @@ class BackwardWorkspace:
         if grad_dtype not in (None, shape.dtype):
             total += shape.dim * shape.expert_dim * shape.dtype.itemsize
         return total
+
+
+@dataclass(frozen=True)
+class OrderedSum:
+    """A step's results by row, and where each row's is (int32): for sums in a fixed order."""
+
+    y_RD: torch.Tensor
+    positions_N: torch.Tensor
+
+    @staticmethod
+    def of(shape: StepShape) -> "OrderedSum | None":
+        """None where sums have any order."""
+        if not shape.deterministic:
+            return None
+        positions_N = torch.empty(shape.num_rows, dtype=torch.int32, device=shape.device)
+        return OrderedSum(shape.rows(shape.dim, shape.dtype), positions_N)
+
+    @staticmethod
+    def num_bytes(shape: StepShape) -> int:
+        if not shape.deterministic:
+            return 0
+        row_bytes = shape.dim * shape.dtype.itemsize
+        return shape.max_rows * row_bytes + shape.num_rows * _POSITION_BYTES
+
+
+@dataclass(frozen=True)
+class HiddenGradients:
+    """A step's hidden gradients, and activations scaled by the score; of equal strides.
+
+    ``dh1_RF`` and ``dh3_RF`` are both given or both None. What is None is not computed.
+    """
+
+    dh1_RF: torch.Tensor | None
+    dh3_RF: torch.Tensor | None
+    a_RF: torch.Tensor | None
+
+
+class FusedForwardWorkspace:
+    """``R * F`` elements; a deterministic sum has ``R * D`` more, and ``N`` positions (int32)."""
+
+    def __init__(self, shape: StepShape) -> None:
+        self.shape = shape
+        self.a_RF = shape.rows(shape.expert_dim, shape.dtype)
+        self.ordered = OrderedSum.of(shape)
+
+    @staticmethod
+    def num_bytes(shape: StepShape) -> int:
+        num_bytes = shape.max_rows * shape.expert_dim * shape.dtype.itemsize
+        return num_bytes + OrderedSum.num_bytes(shape)
+
+
+class FusedBackwardWorkspace:
+    """``R * 3F`` elements, ``R * 2F`` without weight gradients; and the deterministic sum's.
+
+    While score gradients are computed, 4 bytes more are taken per row and column tile of F.
+    """
+
+    def __init__(self, shape: StepShape, grad_dtype: torch.dtype | None) -> None:
+        self.shape = shape
+        self.hidden = HiddenGradients(
+            shape.rows(shape.expert_dim, shape.dtype),
+            shape.rows(shape.expert_dim, shape.dtype),
+            None if grad_dtype is None else shape.rows(shape.expert_dim, shape.dtype),
+        )
+        self.ordered = OrderedSum.of(shape)
+
+    def hidden_for(self, gradients: Gradients) -> HiddenGradients:
+        """The buffers that ``gradients`` are made from."""
+        if gradients.weights is not None:
+            assert self.hidden.a_RF is not None, "a workspace for weight gradients"
+            return self.hidden
+        if gradients.dx_TD is not None:
+            return HiddenGradients(self.hidden.dh1_RF, self.hidden.dh3_RF, None)
+        return HiddenGradients(None, None, None)
+
+    @staticmethod
+    def num_bytes(shape: StepShape, grad_dtype: torch.dtype | None) -> int:
+        num_hidden = 2 if grad_dtype is None else 3
+        num_bytes = shape.max_rows * num_hidden * shape.expert_dim * shape.dtype.itemsize
+        return num_bytes + OrderedSum.num_bytes(shape)

@@ -84,7 +84,7 @@ def measure_layer(
             result.append(speeds.row(f"relay backward{name}", ms, backward_flops, 0, backward_ms))
             del layer
     del expected
-    for op in fused.ops(problem, kernels):
+    for op in fused.ops(problem):
         fused_ms, unfused_ms = timer.ms(op.run), timer.ms(op.unfused)
         name = f"op {op.name}"
         result.append(speeds.row(name, fused_ms, op.flops, op.least_bytes, unfused_ms))

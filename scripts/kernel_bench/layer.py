@@ -4,9 +4,7 @@ import torch
 
 from kernel_bench.problem import Problem
 from relay_kernels import (
-    ExpertWeights,
     Gradients,
-    Segment,
     StepShape,
     SwiGLU,
     backward_experts_,
@@ -14,8 +12,6 @@ from relay_kernels import (
     forward_experts_,
     forward_workspace,
 )
-
-_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Segment], ExpertWeights, SwiGLU]
 
 
 class RelayLayer:
@@ -36,25 +32,22 @@ class RelayLayer:
         self.out_TD = torch.zeros_like(problem.x_TD)
         self.gradients = Gradients(
             torch.zeros_like(problem.x_TD),
-            torch.zeros_like(problem.scores_TK),
+            torch.zeros_like(problem.tokens.scores_TK),
             problem.weights.empty_like(num_experts),
         )
 
     def forward(self) -> torch.Tensor:
         """``out_TD``."""
-        forward_experts_(self.out_TD.zero_(), *self._inputs(), self._forward)
+        p = self.problem
+        forward_experts_(self.out_TD.zero_(), p.tokens, p.weights, SwiGLU(), self._forward)
         return self.out_TD
 
     def backward(self) -> list[torch.Tensor]:
         """dx, dscores, dW1, dW2, dW3."""
-        into = self.gradients
+        into, p = self.gradients, self.problem
         assert into.dx_TD is not None
         assert into.dscores_TK is not None
         assert into.weights is not None
         into.dx_TD.zero_()
-        backward_experts_(into, self.problem.dout_TD, *self._inputs(), self._backward)
+        backward_experts_(into, p.dout_TD, p.tokens, p.weights, SwiGLU(), self._backward)
         return [into.dx_TD, into.dscores_TK, *into.weights.tensors()]
-
-    def _inputs(self) -> _Inputs:
-        p = self.problem
-        return p.x_TD, p.scores_TK, p.rows_N, p.segments, p.weights, SwiGLU()

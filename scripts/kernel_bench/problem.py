@@ -10,47 +10,44 @@ from functools import cached_property
 
 import torch
 
-from relay_kernels import ExpertWeights
+from relay_kernels import ExpertWeights, RoutedTokens
+from relay_kernels.rows import Chunk
 
 
 @dataclass(frozen=True)
 class Problem:
     """A layer's forward and backward on one rank that holds all its experts.
 
-    ``rows_N`` are row numbers ``t * K + k`` in order of expert; ``bounds`` (host) and ``offsets_G``
-    (device) the E + 1 bounds of the experts' rows among them.
+    ``offsets_G`` are the E + 1 bounds of the experts' rows, on the device.
     """
 
     name: str
-    x_TD: torch.Tensor
+    tokens: RoutedTokens
     dout_TD: torch.Tensor
-    scores_TK: torch.Tensor
-    ids_TK: torch.Tensor
-    rows_N: torch.Tensor
     offsets_G: torch.Tensor
-    bounds: list[int]
     weights: ExpertWeights
 
     @cached_property
     def token_N(self) -> torch.Tensor:
         """The token of each row."""
-        return self.rows_N.long() // self.top_k
+        return self.tokens.rows_N.long() // self.tokens.top_k
 
     @property
-    def top_k(self) -> int:
-        return self.scores_TK.shape[1]
+    def x_TD(self) -> torch.Tensor:
+        return self.tokens.x_TD
 
     @property
     def num_rows(self) -> int:
-        return self.rows_N.shape[0]
+        return self.tokens.rows_N.shape[0]
 
     @property
     def rows_per_expert(self) -> int:
         return self.num_rows // self.weights.num_experts
 
     @property
-    def segments(self) -> list[tuple[int, int]]:
-        return list(itertools.pairwise(self.bounds))
+    def chunk(self) -> Chunk:
+        """All rows at once."""
+        return Chunk(self.tokens, self.offsets_G, 0, self.num_rows, self.rows_per_expert)
 
     @property
     def product_flops(self) -> int:
@@ -63,7 +60,7 @@ class Problem:
         num_experts, expert_dim, dim = self.weights.w1_gFD.shape
         return (
             f"{self.name}: T={self.x_TD.shape[0]} D={dim} F={expert_dim} E={num_experts} "
-            f"K={self.top_k}"
+            f"K={self.tokens.top_k}"
         )
 
 
@@ -97,12 +94,13 @@ def make_problem(
     )
     return Problem(
         name,
+        RoutedTokens(
+            normal(num_tokens, dim),
+            scores_TK / scores_TK.sum(1, keepdim=True),
+            rows_N.to(torch.int32),
+            list(itertools.pairwise(offsets_G.tolist())),
+        ),
         normal(num_tokens, dim),
-        normal(num_tokens, dim),
-        scores_TK / scores_TK.sum(1, keepdim=True),
-        ids_TK,
-        rows_N.to(torch.int32),
         offsets_G,
-        offsets_G.tolist(),
         weights,
     )

@@ -76,8 +76,8 @@ def _hidden_backward(
     score_N1, gate_NF = _score_N1(problem), F.silu(h1_NF)
     a_NF = gate_NF * h3_NF
     u_NF = _grouped(g_ND, problem.weights.w2_gDF, problem)
-    dscores_TK = torch.zeros_like(problem.scores_TK)
-    dscores_TK.view(-1)[problem.rows_N.long()] = (u_NF.float() * a_NF.float()).sum(1)
+    dscores_TK = torch.zeros_like(problem.tokens.scores_TK)
+    dscores_TK.view(-1)[problem.tokens.rows_N.long()] = (u_NF.float() * a_NF.float()).sum(1)
     da_NF = (u_NF * score_N1).to(u_NF.dtype)
     dh1_NF = torch.ops.aten.silu_backward(da_NF * h3_NF, h1_NF)
     return dh1_NF, da_NF * gate_NF, (a_NF * score_N1).to(a_NF.dtype), dscores_TK
@@ -101,4 +101,4 @@ def _grouped(left: torch.Tensor, right: torch.Tensor, problem: Problem) -> torch
 
 
 def _score_N1(problem: Problem) -> torch.Tensor:
-    return problem.scores_TK.reshape(-1)[problem.rows_N.long()].unsqueeze(1)
+    return problem.tokens.scores_TK.reshape(-1)[problem.tokens.rows_N.long()].unsqueeze(1)

@@ -12,26 +12,11 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kernel_check.chips import CHIPS
 from kernel_check.sass import MachineCode, parse_resources
-
-
-class Variant(Protocol):
-    """A kernel in one configuration, as ``relay_kernels``'s registry lists it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def constexprs(self) -> Mapping[str, Any]: ...
-    @property
-    def num_warps(self) -> int: ...
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def needs_tensor_cores(self) -> bool: ...
-    def compile(self, arch: str) -> Any: ...
+from kernel_check.variant import KernelVariant
 
 
 @dataclass(frozen=True)
@@ -51,7 +36,7 @@ class Measured:
     error: str = ""
 
 
-def measure(variant: Variant, arch: str) -> Measured:
+def measure(variant: KernelVariant, arch: str) -> Measured:
     """Compile, disassemble, count. A kernel that does not compile is a result with ``error``."""
     try:
         compiled = variant.compile(arch)

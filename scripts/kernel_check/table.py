@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kernel_check.chips import CHIPS
-from kernel_check.compile import Measured, Variant
+from kernel_check.compile import Measured
 from kernel_check.judge import faults
+from kernel_check.variant import KernelVariant
 
 _HEADER = (
     "kernel", "arch", "configuration", "regs", "spill B", "stack B", "shared KiB", "tensor cores",
@@ -24,7 +25,7 @@ class Row:
     faults: Sequence[str]
 
     @staticmethod
-    def of(variant: Variant, arch: str, measured: Measured) -> "Row":
+    def of(variant: KernelVariant, arch: str, measured: Measured) -> "Row":
         found = faults(
             measured,
             CHIPS[arch],
@@ -64,7 +65,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "| " + " | ".join(padded) + " |"
 
 
-def _configuration(variant: Variant) -> str:
+def _configuration(variant: KernelVariant) -> str:
     """Tile sizes and the compiler's options; the rest follows from the layer in the name."""
     tile = [
         f"{name.removeprefix('BLOCK_')}{value}"

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layer_bench.layer import Forward, Layer, grads_of
 from layer_bench.setting import Setting
-from titan_relay.moe import RelayOptions, relay_moe, relay_ring
+from titan_relay.moe import ExpertWeights, RelayOptions, relay_moe, relay_ring
 
 IMPLEMENTATIONS = (
     "relay-experts",
@@ -70,7 +70,7 @@ def _relay_layer(
     max_rows_per_step: int | None,
 ) -> Layer:
     weights = [weight.requires_grad_() for weight in setting.weights(dist.get_rank(group))]
-    w1_eFD, w2_eDF, w3_eFD = weights
+    experts = ExpertWeights(*weights)
     ring_group = group if setting.ep > 1 else None
     if ring_group is not None:
         relay_ring(ring_group)
@@ -84,6 +84,6 @@ def _relay_layer(
     )
 
     def forward(x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-        return relay_moe(x_TD, scores_TK, ids_TK, w1_eFD, w2_eDF, w3_eFD, ring_group, options)
+        return relay_moe(x_TD, scores_TK, ids_TK, experts, ring_group, options)
 
     return Layer(name, forward, weights, lambda: grads_of(weights), ring_group)

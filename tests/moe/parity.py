@@ -1,22 +1,37 @@
 """Run the relay on this rank and compare everything with the dense reference."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from layer_check.dense_truth import relative_error, share_of
 from tests.support.moe_cases import PLAIN, MoeCase
-from titan_relay.moe import ExpertBiases, RelayOptions, SwiGLU, relay_moe
+from titan_relay.moe import ExpertWeights, RelayOptions, SwiGLU, relay_moe
 
 # Float32 has a relative precision of 6e-8. Errors of sums over D, F and K terms grow with the
 # square root of their number, so a few times that for the sizes here; seen: at most 5e-7.
 FLOAT32_TOLERANCE = 1e-6
 RESULTS = ("out", "dx", "dscores", "dw1", "dw2", "dw3", "db1", "db2", "db3")
+AUTO = RelayOptions()
 
 
 def local_weights(case: MoeCase, rank: int) -> list[torch.Tensor]:
     """This rank's consecutive experts, as leaves."""
     mine = share_of(case.weights(), rank, case.num_ranks)
     return [tensor.clone().requires_grad_() for tensor in mine]
+
+
+def call_relay(
+    inputs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    options: RelayOptions = AUTO,
+    activation: SwiGLU = PLAIN,
+) -> torch.Tensor:
+    """``relay_moe`` of x, scores and ids, and of the tensors of the weights."""
+    x_TD, scores_TK, ids_TK, *weights = inputs
+    experts = ExpertWeights(*weights)
+    return relay_moe(x_TD, scores_TK, ids_TK, experts, group, options, activation)
 
 
 def run_relay(
@@ -31,17 +46,7 @@ def run_relay(
     weights = local_weights(case, rank)
     x_TD = data.x_TD.clone().requires_grad_()
     scores_TK = data.scores_TK.clone().requires_grad_()
-    biases = ExpertBiases(*weights[3:]) if case.has_biases else None
-    out_TD = relay_moe(
-        x_TD,
-        scores_TK,
-        data.ids_TK,
-        *weights[:3],
-        group,
-        options,
-        biases=biases,
-        activation=activation,
-    )
+    out_TD = call_relay([x_TD, scores_TK, data.ids_TK, *weights], group, options, activation)
     out_TD.backward(data.dout_TD)
     tensors = [out_TD.detach(), *(leaf.grad for leaf in (x_TD, scores_TK, *weights))]
     results = dict(zip(RESULTS, tensors, strict=False))

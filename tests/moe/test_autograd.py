@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.moe.parity import local_weights
+from tests.moe.parity import call_relay, local_weights
 from tests.support.blocks import OpCounter, messages_sent
 from tests.support.distributed import run_ranks, subgroup
 from tests.support.moe_cases import MoeCase
-from titan_relay.moe import RelayOptions, relay_moe, relay_ops
+from titan_relay.moe import RelayOptions, relay_ops
 
 CASE = MoeCase(num_ranks=1, num_tokens=9)
 EXPERTS = RelayOptions(circulate="experts")
@@ -32,7 +32,7 @@ def saved_bytes(inputs, group=None):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out_TD = relay_moe(*inputs, group)
+        out_TD = call_relay(inputs, group)
     return out_TD, sum(extra.values())
 
 
@@ -53,8 +53,8 @@ def test_no_grad_saves_nothing_and_builds_no_graph():
 
 def test_double_forward_before_backward_and_retained_graph():
     inputs = leaves()
-    first = relay_moe(*inputs)
-    second = relay_moe(*inputs)
+    first = call_relay(inputs)
+    second = call_relay(inputs)
     second.sum().backward(retain_graph=True)
     once = [tensor.grad.clone() for tensor in inputs if tensor.grad is not None]
     second.sum().backward()
@@ -65,7 +65,7 @@ def test_double_forward_before_backward_and_retained_graph():
 
 def test_second_order_gradient_is_refused_clearly():
     x_TD, *rest = leaves()
-    out_TD = relay_moe(x_TD, *rest)
+    out_TD = call_relay([x_TD, *rest])
     (dx_TD,) = torch.autograd.grad(out_TD.sum(), x_TD, create_graph=True)
     with pytest.raises(RuntimeError, match="no second-order gradient"):
         dx_TD.sum().backward()
@@ -74,11 +74,11 @@ def test_second_order_gradient_is_refused_clearly():
 @pytest.mark.parametrize("wanted", [(0,), (1,), (3, 4, 5), (0, 3), (5,)])
 def test_only_the_gradients_asked_for(wanted):
     everything = leaves()
-    relay_moe(*everything).square().sum().backward()
+    call_relay(everything).square().sum().backward()
     some = [tensor.detach() for tensor in everything]
     for index in wanted:
         some[index].requires_grad_()
-    relay_moe(*some).square().sum().backward()
+    call_relay(some).square().sum().backward()
     for index, (mine, full) in enumerate(zip(some, everything, strict=True)):
         if index in wanted:
             torch.testing.assert_close(mine.grad, full.grad)
@@ -88,7 +88,7 @@ def test_only_the_gradients_asked_for(wanted):
 
 def test_expanded_and_transposed_output_gradients():
     inputs = leaves()
-    out_TD = relay_moe(*inputs)
+    out_TD = call_relay(inputs)
     expected = torch.autograd.grad(out_TD, inputs[0], torch.ones(out_TD.shape), retain_graph=True)
     expanded = torch.ones(()).expand(out_TD.shape)
     assert torch.equal(
@@ -99,21 +99,21 @@ def test_expanded_and_transposed_output_gradients():
 
 
 def test_non_contiguous_inputs():
-    x_TD, scores_TK, ids_TK, w1, w2, w3 = (tensor.detach() for tensor in leaves())
-    expected = relay_moe(x_TD, scores_TK, ids_TK, w1, w2, w3)
+    inputs = [tensor.detach() for tensor in leaves()]
+    expected = call_relay(inputs)
 
     def scrambled(tensor):
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
-    actual = relay_moe(*(scrambled(tensor) for tensor in (x_TD, scores_TK, ids_TK, w1, w2, w3)))
+    actual = call_relay([scrambled(tensor) for tensor in inputs])
     torch.testing.assert_close(actual, expected)
 
 
 def test_gradients_accumulate_over_micro_batches():
     inputs = leaves()
-    relay_moe(*inputs).sum().backward()
+    call_relay(inputs).sum().backward()
     first = inputs[3].grad.clone()
-    relay_moe(*inputs).sum().backward()
+    call_relay(inputs).sum().backward()
     torch.testing.assert_close(inputs[3].grad, 2 * first)
 
 
@@ -130,7 +130,7 @@ def test_ops_pass_opcheck():
 def test_autograd_sees_three_opaque_ops():
     inputs = leaves()
     with OpCounter() as counter:
-        relay_moe(*inputs).sum().backward()
+        call_relay(inputs).sum().backward()
     assert counter.calls == {
         "titan_relay::route": 1,
         "titan_relay::moe": 1,
@@ -143,12 +143,12 @@ def _check_frozen_experts():
     case = MoeCase(num_ranks=2)
     rank = dist.get_rank()
     inputs = leaves(case, rank)
-    relay_moe(*inputs, group, EXPERTS).sum().backward()
+    call_relay(inputs, group, EXPERTS).sum().backward()
     with_chain = messages_sent(group)
     expected = inputs[0].grad.clone()
     frozen = [tensor.detach() for tensor in inputs]
     frozen[0].requires_grad_()
-    relay_moe(*frozen, group, EXPERTS).sum().backward()
+    call_relay(frozen, group, EXPERTS).sum().backward()
     assert torch.equal(frozen[0].grad, expected)
     # Forward 3 messages, backward 3 with the weights and 3 with their gradients, per slice.
     assert messages_sent(group) == with_chain * 2 // 3

@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.distributed import run_ranks
-from titan_relay.moe import RingError, relay_moe, relay_ring
+from titan_relay.moe import ExpertWeights, RingError, relay_moe, relay_ring
 
 
 def _dry_run():
@@ -19,8 +19,8 @@ def _dry_run():
     def run():
         x_TD = torch.randn(6, 16, requires_grad=True)
         ids_TK = torch.zeros(6, 2, dtype=torch.int64)
-        w1, w2, w3 = torch.randn(2, 4, 16), torch.randn(2, 16, 4), torch.randn(2, 4, 16)
-        out_TD = relay_moe(x_TD, torch.rand(6, 2), ids_TK, w1, w2, w3, group)
+        weights = torch.randn(2, 4, 16), torch.randn(2, 16, 4), torch.randn(2, 4, 16)
+        out_TD = relay_moe(x_TD, torch.rand(6, 2), ids_TK, ExpertWeights(*weights), group)
         out_TD.sum().backward()
         return x_TD.grad.shape
 

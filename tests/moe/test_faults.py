@@ -8,10 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.moe.parity import FLOAT32_TOLERANCE, errors_against_truth, local_weights
+from tests.moe.parity import FLOAT32_TOLERANCE, call_relay, errors_against_truth, local_weights
 from tests.support.distributed import Job, run_jobs
 from tests.support.moe_cases import MoeCase
-from titan_relay.moe import NonFiniteError, RelayOptions, RelayUsageError, relay_moe
+from titan_relay.moe import (
+    ExpertWeights,
+    NonFiniteError,
+    RelayOptions,
+    RelayUsageError,
+    relay_moe,
+)
 
 CHECKED = RelayOptions(check_finite=True, layer="layers.3")
 
@@ -50,7 +56,7 @@ def _run(case, rank, spoil, group, options):
     if spoil is not None:
         spoil(data)
     weights = [weight.detach() for weight in local_weights(case, rank)]
-    return relay_moe(data.x_TD, data.scores_TK, data.ids_TK, *weights, group, options)
+    return call_relay([data.x_TD, data.scores_TK, data.ids_TK, *weights], group, options)
 
 
 @pytest.mark.parametrize(("spoil", "kind", "message"), FAULTS)
@@ -74,7 +80,7 @@ def _half_x(data):
 
 
 REFUSED_ELSEWHERE = r"inputs of .* ranks \[1\] were refused"
-REFUSED = [(_narrow_x, r"w1_eFD has shape"), (_half_x, r"w1_eFD has dtype torch\.float32")]
+REFUSED = [(_narrow_x, r"w1_gFD has shape"), (_half_x, r"w1_gFD has dtype torch\.float32")]
 DIFFERENT = [
     (
         {"circulate": "tokens"},
@@ -133,27 +139,38 @@ def test_the_ring_works_after_every_fault(results):
 X = torch.zeros(4, 8)
 SCORES = torch.zeros(4, 2)
 IDS = torch.zeros(4, 2, dtype=torch.int64)
-W1, W2, W3 = torch.zeros(3, 6, 8), torch.zeros(3, 8, 6), torch.zeros(3, 6, 8)
+WEIGHTS = W1, W2, W3 = torch.zeros(3, 6, 8), torch.zeros(3, 8, 6), torch.zeros(3, 6, 8)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("tokens", "weights", "message"),
     [
-        ((X[0], SCORES, IDS, W1, W2, W3), "x_TD, scores_TK and w1_eFD have 1, 2 and 3 dimensions"),
-        ((X, SCORES[:3], IDS, W1, W2, W3), r"scores_TK has shape \(3, 2\); it must be \(4, 2\)"),
-        ((X, SCORES, IDS[:, :1], W1, W2, W3), r"expert_ids_TK has shape \(4, 1\)"),
-        ((X, SCORES, IDS, W1, W1, W3), r"w2_eDF has shape \(3, 6, 8\); it must be \(3, 8, 6\)"),
-        ((X, SCORES, IDS, W1, W2, W3[:2]), r"w3_eFD has shape \(2, 6, 8\)"),
-        ((X.double(), SCORES, IDS, W1, W2, W3), "w1_eFD has dtype torch.float32; it must be that"),
-        ((X, SCORES, IDS.float(), W1, W2, W3), "expert_ids_TK has dtype torch.float32"),
-        ((X, IDS, IDS, W1, W2, W3), "both must be floating"),
-        ((X.long(), SCORES, IDS, W1, W2, W3), "both must be floating"),
-        ((X, SCORES, IDS, [W1], W2, W3), "w1_eFD is a list, not a tensor"),
+        ((X[0], SCORES, IDS), WEIGHTS, "and weights.w1_gFD have 1, 2 and 3 dimensions"),
+        ((X, SCORES[:3], IDS), WEIGHTS, r"scores_TK has shape \(3, 2\); it must be \(4, 2\)"),
+        ((X, SCORES, IDS[:, :1]), WEIGHTS, r"expert_ids_TK has shape \(4, 1\)"),
+        ((X, SCORES, IDS), (W1, W1, W3), r"w2_gDF has shape \(3, 6, 8\); it must be \(3, 8, 6\)"),
+        ((X, SCORES, IDS), (W1, W2, W3[:2]), r"w3_gFD has shape \(2, 6, 8\)"),
+        ((X.double(), SCORES, IDS), WEIGHTS, r"w1_gFD has dtype torch.float32; it must be that"),
+        ((X, SCORES, IDS.float()), WEIGHTS, "expert_ids_TK has dtype torch.float32"),
+        ((X, IDS, IDS), WEIGHTS, "both must be floating"),
+        ((X.long(), SCORES, IDS), WEIGHTS, "both must be floating"),
+        ((X, SCORES, IDS), ([W1], W2, W3), "weights.w1_gFD is a list, not a tensor"),
+        ((X, SCORES, IDS), (*WEIGHTS, W1[..., 0]), r"weights.b2_gD, weights.b3_gF must be given"),
+        (
+            (X, SCORES, IDS),
+            (*WEIGHTS, W1[..., 0], W1[..., 0], W1[..., 0]),
+            r"weights.b2_gD has shape \(3, 6\); it must be \(3, 8\)",
+        ),
     ],
 )
-def test_wrong_shapes_and_dtypes_are_named(arguments, message):
+def test_wrong_shapes_and_dtypes_are_named(tokens, weights, message):
     with pytest.raises(RelayUsageError, match=message):
-        relay_moe(*arguments)
+        relay_moe(*tokens, ExpertWeights(*weights))
+
+
+def test_bare_tensors_are_no_weights():
+    with pytest.raises(RelayUsageError, match=r"Tensor; it must be ExpertWeights\(w1_eFD"):
+        relay_moe(X, SCORES, IDS, W1)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +194,6 @@ def test_wrong_options_are_named(wrong, message):
 
 
 def test_kernels_that_cannot_run_are_refused():
-    inputs = [X.double(), SCORES, IDS, *(weight.double() for weight in (W1, W2, W3))]
+    inputs = [X.double(), SCORES, IDS, ExpertWeights(*(weight.double() for weight in WEIGHTS))]
     with pytest.raises(RelayUsageError, match=r"it does not compute in torch\.float64"):
-        relay_moe(*inputs, options=RelayOptions(kernels="triton"))
+        call_relay(inputs, options=RelayOptions(kernels="triton"))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from layer_check.dense_truth import relative_error
 from tests.support.blocks import DIM, NUM_EXPERTS, Block, messages_sent
 from tests.support.distributed import run_ranks
-from titan_relay.moe import RelayOptions, relay_moe
+from titan_relay.moe import ExpertWeights, RelayOptions, relay_moe
 from titan_relay.recompute import relay_checkpoint
 
 EP, DP = 2, 2
@@ -43,7 +43,7 @@ class Experts(torch.nn.Module):
     def forward(self, x_TD, scores_TK, ids_TK):
         local = [getattr(self, name) for name in EXPERTS]
         local = [w.to_local() if isinstance(w, DTensor) else w for w in local]
-        return relay_moe(x_TD, scores_TK, ids_TK, *local, self.group, self.options)
+        return relay_moe(x_TD, scores_TK, ids_TK, ExpertWeights(*local), self.group, self.options)
 
 
 class ShardedBlock(torch.nn.Module):
@@ -72,7 +72,8 @@ def _reference(tokens):
         normed_TD = torch.nn.functional.rms_norm(hidden_TD, (DIM,))
         scores_TE = torch.softmax(normed_TD @ block.gate.t(), dim=-1)
         scores_TK, ids_TK = scores_TE.topk(2, dim=-1)
-        x_TD = hidden_TD + relay_moe(normed_TD, scores_TK, ids_TK, block.w1, block.w2, block.w3)
+        experts = ExpertWeights(block.w1, block.w2, block.w3)
+        x_TD = hidden_TD + relay_moe(normed_TD, scores_TK, ids_TK, experts)
     x_TD.square().sum().backward()
     return blocks
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
-from tests.moe.parity import local_weights
+from tests.moe.parity import call_relay, local_weights
 from tests.support.distributed import Job, run_jobs
 from tests.support.moe_cases import MoeCase
 from titan_relay.measure import LiveBytes
-from titan_relay.moe import RelayOptions, relay_moe
+from titan_relay.moe import RelayOptions
 from titan_relay.moe.memory import backward_memory, forward_memory, routing_peak_bytes
 from titan_relay.moe.shapes import LayerShape
 
@@ -29,11 +29,11 @@ def measure(group, case, options, fake=None):
     inputs = [data.x_TD.requires_grad_(), data.scores_TK.requires_grad_(), data.ids_TK]
     inputs += local_weights(case, rank)
     if fake is None:
-        relay_moe(*inputs, group, options)  # makes the ring
+        call_relay(inputs, group, options)  # makes the ring
         dist.barrier(group)
     with LiveBytes(keep_events=True) as tracker:
         with tracker.phase("forward") as forward:
-            out_TD = relay_moe(*inputs, group, options)
+            out_TD = call_relay(inputs, group, options)
         tracker.exclude(out_TD)
         out_TD.backward(data.dout_TD)
     backward_tracker_peak = tracker.peak_bytes_without(*(weight.grad for weight in inputs[3:]))

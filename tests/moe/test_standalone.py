@@ -19,11 +19,11 @@ class Block:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Block())
 import torch
-from titan_relay.moe import relay_moe
+from titan_relay.moe import ExpertWeights, relay_moe
 x = torch.randn(5, 8, requires_grad=True)
 ids = torch.tensor([[0, 1]] * 5)
 w1, w2, w3 = torch.randn(2, 6, 8), torch.randn(2, 8, 6), torch.randn(2, 6, 8)
-relay_moe(x, torch.rand(5, 2), ids, w1, w2, w3).sum().backward()
+relay_moe(x, torch.rand(5, 2), ids, ExpertWeights(w1, w2, w3)).sum().backward()
 assert x.grad is not None
 assert not any(name.startswith("torchtitan") for name in sys.modules)
 """

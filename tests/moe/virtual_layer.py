@@ -11,7 +11,7 @@ from tests.support.virtual_ring import VirtualWorld
 from titan_relay.moe import RelayOptions, Ring
 from titan_relay.moe.call import RelayCall, Wants, layer_shape
 from titan_relay.moe.layer import layer_backward, layer_forward
-from titan_relay.moe.routing import sort_rows
+from titan_relay.moe.routing import routed_tokens, sort_rows
 from titan_relay.moe.shapes import token_slices
 
 
@@ -44,8 +44,9 @@ class RankOfLayer:
         return [gradients.dx_TD, gradients.dscores_TK, *gradients.weights.tensors()]
 
     def _inputs(self) -> tuple:
-        data = self.data
-        return data.x_TD, data.scores_TK, self.rows_N, self.counts, self.weights
+        data, num_experts = self.data, self.case.num_experts
+        tokens = routed_tokens(data.x_TD, data.scores_TK, self.rows_N, self.counts, num_experts)
+        return tokens, self.counts, self.weights
 
 
 @dataclass(frozen=True)

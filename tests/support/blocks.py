@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_relay.moe import RelayOptions, relay_moe, relay_ring
+from titan_relay.moe import ExpertWeights, RelayOptions, relay_moe, relay_ring
 
 DIM, EXPERT_DIM, NUM_EXPERTS, TOP_K = 8, 6, 4, 2
 
@@ -45,9 +45,8 @@ class Block(nn.Module):
         normed_TD = nn.functional.rms_norm(hidden_TD, (DIM,))
         scores_TE = torch.softmax(normed_TD @ self.gate.t(), dim=-1)
         scores_TK, ids_TK = scores_TE.topk(TOP_K, dim=-1)
-        out_TD = relay_moe(
-            normed_TD, scores_TK, ids_TK, self.w1, self.w2, self.w3, self.group, self.options
-        )
+        experts = ExpertWeights(self.w1, self.w2, self.w3)
+        out_TD = relay_moe(normed_TD, scores_TK, ids_TK, experts, self.group, self.options)
         out_TD = out_TD + torch.sigmoid(normed_TD @ self.shared)
         if self.post_norm:
             out_TD = nn.functional.rms_norm(out_TD, (DIM,))

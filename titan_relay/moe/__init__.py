@@ -3,10 +3,10 @@
 Needs torch and ``relay_kernels`` only, so that any framework can use it.
 """
 
-from relay_kernels import KernelChoiceError, SwiGLU, uses_triton
+from relay_kernels import ExpertWeights, KernelChoiceError, SwiGLU, uses_triton
 from titan_relay.moe.errors import NonFiniteError, RelayUsageError, RingError, RingMisuseError
 from titan_relay.moe.fake import fake_device
-from titan_relay.moe.function import ExpertBiases, relay_moe, relay_ops
+from titan_relay.moe.function import relay_moe, relay_ops
 from titan_relay.moe.memory import (
     WorkingMemory,
     backward_memory,
@@ -21,7 +21,7 @@ from titan_relay.moe.traffic import Traffic, backward_traffic, circulations, for
 from titan_relay.moe.warm_up import warm_up
 
 __all__ = [
-    "ExpertBiases",
+    "ExpertWeights",
     "KernelChoiceError",
     "LayerShape",
     "NonFiniteError",

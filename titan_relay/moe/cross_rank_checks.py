@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from relay_kernels import RoutedTokens
 from titan_relay.moe.call import RelayCall
 from titan_relay.moe.errors import NonFiniteError, RelayUsageError, RingError
 from titan_relay.moe.ring import Ring
-from titan_relay.moe.routing import NO_FAULT, SortedRows, counts_matrix, fault_of
+from titan_relay.moe.routing import NO_FAULT, counts_matrix, fault_of
 
 _NONE, _ID_RANGE, _REPEATED_ID, _X, _SCORES, _REFUSED = range(6)
 _FINITE_NAMES = {_X: "x_TD", _SCORES: "scores_TK"}
@@ -42,37 +43,30 @@ class Fault(NamedTuple):
 REFUSED = Fault(_REFUSED)
 
 
-def find_fault(
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    sorted_rows: SortedRows,
-    counts: torch.Tensor,
-    *,
-    check_finite: bool,
-) -> Fault:
+def find_fault(tokens: RoutedTokens, counts: torch.Tensor, *, check_finite: bool) -> Fault:
     """The first fault of this rank's inputs. With ``check_finite`` it synchronises a device."""
-    top_k = scores_TK.shape[1]
     row, expert_id = fault_of(counts)
     if row != NO_FAULT:
-        return Fault(_ID_RANGE, *divmod(row, top_k), expert_id)
+        return Fault(_ID_RANGE, *divmod(row, tokens.top_k), expert_id)
     if not check_finite:
         return Fault()
-    for kind, tensor in ((_X, x_TD), (_SCORES, scores_TK)):
+    for kind, tensor in ((_X, tokens.x_TD), (_SCORES, tokens.scores_TK)):
         bad_T = ~torch.isfinite(tensor).all(1)
         if bad_T.any():
             return Fault(kind, int(bad_T.nonzero()[0]))
-    return _repeated_id(sorted_rows, top_k)
+    return _repeated_id(tokens)
 
 
-def _repeated_id(sorted_rows: SortedRows, top_k: int) -> Fault:
+def _repeated_id(routed: RoutedTokens) -> Fault:
     """Rows of one expert are in order of token, so a repeated id makes two neighbours."""
-    token_N = torch.div(sorted_rows.rows_N, top_k, rounding_mode="floor")
-    for expert_id, (start, end) in enumerate(sorted_rows.segments()):
+    token_N = torch.div(routed.rows_N, routed.top_k, rounding_mode="floor")
+    for expert_id, (start, end) in enumerate(routed.segments):
         tokens = token_N[start:end]
         same = tokens[1:] == tokens[:-1]
         if same.any():
             position = start + 1 + int(same.nonzero()[0])
-            return Fault(_REPEATED_ID, *divmod(int(sorted_rows.rows_N[position]), top_k), expert_id)
+            row = int(routed.rows_N[position])
+            return Fault(_REPEATED_ID, *divmod(row, routed.top_k), expert_id)
     return Fault()
 
 
@@ -102,7 +96,7 @@ _SETTINGS = "the settings"
 _FIELDS = (
     _NUM_TOKENS,
     "x_TD's dimension D",
-    "w1_eFD's expert dimension F",
+    "the experts' dimension F",
     "the number of experts",
     "scores_TK's top-k",
     _SETTINGS,

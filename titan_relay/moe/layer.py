@@ -6,51 +6,40 @@ ring.
 
 import torch
 
-from relay_kernels import ExpertWeights, Gradients
+from relay_kernels import ExpertWeights, Gradients, RoutedTokens
 from titan_relay.moe.call import RelayCall, Wants
 from titan_relay.moe.cross_rank_checks import check_across_ranks, find_fault, gather_counts
 from titan_relay.moe.ring_of_experts import experts_backward, experts_forward
 from titan_relay.moe.ring_of_tokens import TokenRouting, tokens_backward, tokens_forward
-from titan_relay.moe.routing import SortedRows
 from titan_relay.moe.shapes import token_slices
 from titan_relay.moe.traffic import Traffic, backward_traffic, forward_traffic
 
 
 def layer_forward(
-    call: RelayCall,
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    rows_N: torch.Tensor,
-    counts: torch.Tensor,
-    weights: ExpertWeights,
+    call: RelayCall, tokens: RoutedTokens, counts: torch.Tensor, weights: ExpertWeights
 ) -> torch.Tensor:
-    """``out_TD``. ``rows_N`` and ``counts`` are those of ``routing.sort_rows``."""
-    sorted_rows = SortedRows.read(rows_N, counts, call.shape.num_experts)
-    check_finite = call.options.check_finite
-    fault = find_fault(x_TD, scores_TK, sorted_rows, counts, check_finite=check_finite)
-    check_across_ranks(call, x_TD.shape[0], fault)
+    """``out_TD``. ``tokens`` has the rows of every expert, ``counts`` is ``sort_rows``'s."""
+    fault = find_fault(tokens, counts, check_finite=call.options.check_finite)
+    check_across_ranks(call, tokens.x_TD.shape[0], fault)
     routing = _token_routing(call, forward_traffic(call.shape, call.options), counts)
     if routing is None:
-        return experts_forward(call, x_TD, scores_TK, sorted_rows, weights)
-    return tokens_forward(call, x_TD, scores_TK, sorted_rows, routing, weights)
+        return experts_forward(call, tokens, weights)
+    return tokens_forward(call, tokens, routing, weights)
 
 
 def layer_backward(
     call: RelayCall,
     wants: Wants,
     dout_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    rows_N: torch.Tensor,
+    tokens: RoutedTokens,
     counts: torch.Tensor,
     weights: ExpertWeights,
 ) -> Gradients:
     """The gradients asked for; the same arguments as the forward's, and its output's gradient."""
-    sorted_rows = SortedRows.read(rows_N, counts, call.shape.num_experts)
     routing = _token_routing(call, backward_traffic(call.shape, call.options), counts)
     if routing is None:
-        return experts_backward(call, wants, dout_TD, x_TD, scores_TK, sorted_rows, weights)
-    return tokens_backward(call, wants, dout_TD, x_TD, scores_TK, sorted_rows, routing, weights)
+        return experts_backward(call, wants, dout_TD, tokens, weights)
+    return tokens_backward(call, wants, dout_TD, tokens, routing, weights)
 
 
 def _token_routing(call: RelayCall, traffic: Traffic, counts: torch.Tensor) -> TokenRouting | None:

@@ -19,7 +19,7 @@ longest slice; ``B`` = 0, 1, 2 and ``C`` = 0, 2, 3 buffers at W = 1, 2 and more:
                during a call of a ring of tokens with more than one slice
 
 That is the step in plain PyTorch. The fused kernels' (on CUDA; ``relay_kernels.choice``) has less:
-forward ``R F b``, backward ``3 R F b`` (``2 R F b`` without weight gradients) and for an op's time
+forward ``R F b``, backward ``3 R F b`` (``2 R F b`` without weight gradients) and for a while
 4 bytes per row and tile of 32 or more of the ``F``; deterministic sums take ``R D b + 4 T K`` more.
 
 A block is 256 KiB at most (``relay_kernels.workspace.block_rows``). In bfloat16 and float16 what

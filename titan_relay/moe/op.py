@@ -20,7 +20,7 @@ from titan_relay.moe.errors import RelayUsageError
 from titan_relay.moe.fake import fake_backward, fake_forward, fake_route
 from titan_relay.moe.layer import layer_backward, layer_forward
 from titan_relay.moe.options import options_from_spec
-from titan_relay.moe.routing import TokenSlices, sort_rows
+from titan_relay.moe.routing import TokenSlices, routed_tokens, sort_rows
 from titan_relay.recompute.relay_checkpoint import value_is_needed
 
 NUM_GRADIENTS = 8  # x, scores, w1, w2, w3, b1, b2, b3
@@ -66,7 +66,8 @@ def moe(
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
     weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(_contiguous)
     call = _call("forward", x_TD, scores_TK, weights, group_name, options, activation)
-    return layer_forward(call, x_TD, scores_TK, rows_N, counts, weights)
+    tokens = routed_tokens(x_TD, scores_TK, rows_N, counts, call.shape.num_experts)
+    return layer_forward(call, tokens, counts, weights)
 
 
 @moe.register_fake
@@ -101,7 +102,8 @@ def moe_backward(
     weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(_contiguous)
     call = _call("backward", x_TD, scores_TK, weights, group_name, options, activation)
     wants = Wants(wants_x, wants_scores, wants_weights)
-    gradients = layer_backward(call, wants, dout_TD, x_TD, scores_TK, rows_N, counts, weights)
+    tokens = routed_tokens(x_TD, scores_TK, rows_N, counts, call.shape.num_experts)
+    gradients = layer_backward(call, wants, dout_TD, tokens, counts, weights)
     given = [gradients.dx_TD, gradients.dscores_TK]
     given += gradients.weights.tensors() if gradients.weights is not None else []
     given += [None] * (NUM_GRADIENTS - len(given))

@@ -19,6 +19,7 @@ import torch
 from relay_kernels import (
     ExpertWeights,
     Gradients,
+    RoutedTokens,
     backward_experts_,
     backward_workspace,
     forward_experts_,
@@ -26,7 +27,6 @@ from relay_kernels import (
 )
 from titan_relay.moe.call import RelayCall, Wants
 from titan_relay.moe.homeward_chain import HomewardChain, Tensors
-from titan_relay.moe.routing import SortedRows, segments
 from titan_relay.moe.shapes import expert_slices
 from titan_relay.moe.transport import RingExchange
 
@@ -53,17 +53,11 @@ def post_weights(
     return arriving
 
 
-def experts_forward(
-    call: RelayCall,
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    sorted_rows: SortedRows,
-    weights: ExpertWeights,
-) -> torch.Tensor:
+def experts_forward(call: RelayCall, tokens: RoutedTokens, weights: ExpertWeights) -> torch.Tensor:
     """``out_TD``, in the dtype of ``x_TD``."""
-    out_TD = torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-    workspace = forward_workspace(call.step_shape(call.shape.num_tokens, x_TD.device))
-    exchange, bounds = call.exchange(), sorted_rows.bounds()
+    out_TD = _zeros_like(tokens.x_TD)
+    workspace = forward_workspace(call.step_shape(call.shape.num_tokens, out_TD.device))
+    exchange = call.exchange()
     slices = expert_slices(call.shape, call.options)
     buffers = weight_buffers(call, weights, longest=slices[0][1])
     for index, (first, last) in enumerate(slices):
@@ -72,16 +66,8 @@ def experts_forward(
             arriving = post_weights(exchange, held, buffers, hop)
             call.commit(exchange, index, hop)
             base = call.owner(hop) * call.shape.num_local_experts
-            forward_experts_(
-                out_TD,
-                x_TD,
-                scores_TK,
-                sorted_rows.rows_N,
-                segments(bounds, base + first, base + last),
-                held,
-                call.activation,
-                workspace,
-            )
+            routed = tokens.of_experts(base + first, base + last)
+            forward_experts_(out_TD, routed, held, call.activation, workspace)
             call.wait(exchange)
             held = arriving or held
     call.finish(exchange, "experts")
@@ -92,9 +78,7 @@ def experts_backward(
     call: RelayCall,
     wants: Wants,
     dout_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    sorted_rows: SortedRows,
+    tokens: RoutedTokens,
     weights: ExpertWeights,
 ) -> Gradients:
     """The gradients asked for.
@@ -102,8 +86,8 @@ def experts_backward(
     Without weight gradients (frozen experts) there is no work for them and no chain.
     """
     gradients = Gradients(
-        _zeros_like(x_TD) if wants.x else None,
-        _zeros_like(scores_TK) if wants.scores else None,
+        _zeros_like(tokens.x_TD) if wants.x else None,
+        _zeros_like(tokens.scores_TK) if wants.scores else None,
         weights.empty_like(weights.num_experts) if wants.weights else None,
     )
     slices = expert_slices(call.shape, call.options)
@@ -111,8 +95,9 @@ def experts_backward(
     sum_dtype = call.options.sum_dtype(call.shape.dtype) if wants.weights else None
     result = [] if gradients.weights is None else gradients.weights.tensors()
     chain = HomewardChain(call.num_ranks, result, longest, sum_dtype)
-    workspace = backward_workspace(call.step_shape(call.shape.num_tokens, x_TD.device), sum_dtype)
-    exchange, bounds = call.exchange(), sorted_rows.bounds()
+    step = call.step_shape(call.shape.num_tokens, dout_TD.device)
+    workspace = backward_workspace(step, sum_dtype)
+    exchange = call.exchange()
     buffers = weight_buffers(call, weights, longest)
     for index, (first, last) in enumerate(slices):
         held = weights.experts(first, last)
@@ -122,17 +107,9 @@ def experts_backward(
             share = chain.share(hop, first, last)
             call.commit(exchange, index, hop)
             base = call.owner(hop) * call.shape.num_local_experts
-            backward_experts_(
-                Gradients(gradients.dx_TD, gradients.dscores_TK, _weights(share)),
-                dout_TD,
-                x_TD,
-                scores_TK,
-                sorted_rows.rows_N,
-                segments(bounds, base + first, base + last),
-                held,
-                call.activation,
-                workspace,
-            )
+            into = Gradients(gradients.dx_TD, gradients.dscores_TK, _weights(share))
+            routed = tokens.of_experts(base + first, base + last)
+            backward_experts_(into, dout_TD, routed, held, call.activation, workspace)
             call.wait(exchange)
             chain.settle(hop)
             held = arriving or held

@@ -26,6 +26,8 @@ import torch
 from relay_kernels import (
     ExpertWeights,
     Gradients,
+    RoutedTokens,
+    Segment,
     backward_experts_,
     backward_workspace,
     forward_experts_,
@@ -33,7 +35,7 @@ from relay_kernels import (
 )
 from titan_relay.moe.call import RelayCall, Wants
 from titan_relay.moe.homeward_chain import HomewardChain, Tensors
-from titan_relay.moe.routing import Segment, SortedRows, TokenSlices, rows_by_slice, segments
+from titan_relay.moe.routing import TokenSlices, rows_by_slice, segments
 from titan_relay.moe.transport import RingExchange
 
 
@@ -115,17 +117,12 @@ def num_block_buffers(num_ranks: int) -> int:
 
 
 def tokens_forward(
-    call: RelayCall,
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    sorted_rows: SortedRows,
-    routing: TokenRouting,
-    weights: ExpertWeights,
+    call: RelayCall, tokens: RoutedTokens, routing: TokenRouting, weights: ExpertWeights
 ) -> torch.Tensor:
     """``out_TD``, in the dtype of ``x_TD``."""
-    x_TD, scores_TK = x_TD.contiguous(), scores_TK.contiguous()
+    x_TD, scores_TK = tokens.x_TD.contiguous(), tokens.scores_TK.contiguous()
     slices = routing.slices
-    rows = rows_by_slice(sorted_rows, call.shape.top_k, slices, x_TD.shape[0])
+    rows = rows_by_slice(tokens.rows_N, call.shape.top_k, slices, x_TD.shape[0])
     out_TD = torch.empty_like(x_TD)
     chain = HomewardChain(call.num_ranks, [out_TD], slices.length)
     blocks = BlockBuffers.like(call, [x_TD, scores_TK, rows[0]], slices.length)
@@ -145,16 +142,9 @@ def tokens_forward(
             (out_tD,) = chain.share(hop, start, start + num_tokens)
             call.commit(exchange, index, hop)
             x_tD, scores_tK, rows_n = held
-            forward_experts_(
-                out_tD.zero_(),
-                x_tD,
-                scores_tK,
-                rows_n,
-                routing.segments(owner, index, call.rank),
-                weights,
-                call.activation,
-                workspace,
-            )
+            mine = routing.segments(owner, index, call.rank)
+            routed = RoutedTokens(x_tD, scores_tK, rows_n, mine)
+            forward_experts_(out_tD.zero_(), routed, weights, call.activation, workspace)
             call.wait(exchange)
             chain.settle(hop)
             held = arriving or held
@@ -167,16 +157,14 @@ def tokens_backward(
     call: RelayCall,
     wants: Wants,
     dout_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    sorted_rows: SortedRows,
+    tokens: RoutedTokens,
     routing: TokenRouting,
     weights: ExpertWeights,
 ) -> Gradients:
     """The gradients asked for."""
-    x_TD, scores_TK, dout_TD = x_TD.contiguous(), scores_TK.contiguous(), dout_TD.contiguous()
-    slices = routing.slices
-    rows = rows_by_slice(sorted_rows, call.shape.top_k, slices, x_TD.shape[0])
+    x_TD, scores_TK = tokens.x_TD.contiguous(), tokens.scores_TK.contiguous()
+    dout_TD, slices = dout_TD.contiguous(), routing.slices
+    rows = rows_by_slice(tokens.rows_N, call.shape.top_k, slices, x_TD.shape[0])
     dx_TD = torch.empty_like(x_TD) if wants.x else None
     dscores_TK = torch.empty_like(scores_TK) if wants.scores else None
     dweights, sum_dtype = None, None
@@ -201,22 +189,15 @@ def tokens_backward(
             share = [tensor.zero_() for tensor in chain.share(hop, start, start + num_tokens)]
             call.commit(exchange, index, hop)
             x_tD, scores_tK, dout_tD, rows_n = held
-            backward_experts_(
-                Gradients(
-                    share[0] if wants.x else None,
-                    share[-1] if wants.scores else None,
-                    dweights,
-                    accumulate_weights=index > 0 or hop > 0,
-                ),
-                dout_tD,
-                x_tD,
-                scores_tK,
-                rows_n,
-                routing.segments(owner, index, call.rank),
-                weights,
-                call.activation,
-                workspace,
+            mine = routing.segments(owner, index, call.rank)
+            routed = RoutedTokens(x_tD, scores_tK, rows_n, mine)
+            into = Gradients(
+                share[0] if wants.x else None,
+                share[-1] if wants.scores else None,
+                dweights,
+                accumulate_weights=index > 0 or hop > 0,
             )
+            backward_experts_(into, dout_tD, routed, weights, call.activation, workspace)
             call.wait(exchange)
             chain.settle(hop)
             held = arriving or held

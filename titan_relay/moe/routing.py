@@ -14,13 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from relay_kernels import route_rows
+from relay_kernels import RoutedTokens, Segment, route_rows
 
 # After the S * E counts come the first row with an id out of range, or -1, and that id.
 NUM_FAULT_FIELDS = 2
 NO_FAULT = -1
-
-Segment = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -68,26 +66,18 @@ def fault_of(counts: torch.Tensor) -> tuple[int, int]:
     return row, expert_id
 
 
-@dataclass(frozen=True)
-class SortedRows:
-    """This rank's rows by expert on the device, and its counts per slice and expert on the host."""
-
-    rows_N: torch.Tensor
-    counts_SE: Sequence[Sequence[int]]
-
-    @staticmethod
-    def read(rows_N: torch.Tensor, counts: torch.Tensor, num_experts: int) -> "SortedRows":
-        """From the results of ``sort_rows``."""
-        return SortedRows(rows_N, counts_matrix(counts, num_experts))
-
-    def segments(self) -> list[Segment]:
-        """The rows of every expert."""
-        return list(itertools.pairwise(self.bounds()))
-
-    def bounds(self) -> list[int]:
-        """E + 1 bounds: expert ``j`` has the rows ``bounds[j] <= i < bounds[j + 1]``."""
-        totals = [sum(counts) for counts in zip(*self.counts_SE, strict=True)]
-        return [0, *itertools.accumulate(totals)]
+def routed_tokens(
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    rows_N: torch.Tensor,
+    counts: torch.Tensor,
+    num_experts: int,
+) -> RoutedTokens:
+    """This rank's tokens with the rows of every expert, from the results of ``sort_rows``."""
+    counts_SE = counts_matrix(counts, num_experts)
+    totals_E = [sum(of_slices) for of_slices in zip(*counts_SE, strict=True)]
+    bounds = [0, *itertools.accumulate(totals_E)]
+    return RoutedTokens(x_TD, scores_TK, rows_N, segments(bounds, 0, num_experts))
 
 
 def counts_matrix(counts: torch.Tensor, num_experts: int) -> list[list[int]]:
@@ -101,7 +91,7 @@ def segments(bounds: Sequence[int], first_expert: int, last_expert: int) -> list
 
 
 def rows_by_slice(
-    sorted_rows: SortedRows, top_k: int, slices: TokenSlices, num_tokens: int
+    rows_N: torch.Tensor, top_k: int, slices: TokenSlices, num_tokens: int
 ) -> list[torch.Tensor]:
     """For each slice its rows in order of expert, numbered from the slice's first token.
 
@@ -109,12 +99,12 @@ def rows_by_slice(
     ``[1, 2, 3, 0]``; slice 0 has ``[1, 0]`` and slice 1 has ``[2, 3]``, numbered ``[0, 1]``.
     """
     if slices.num == 1:
-        return [sorted_rows.rows_N]
+        return [rows_N]
     rows_per_slice = top_k * slices.length
     dtype = torch.int16 if slices.num <= 2**15 else torch.int32
-    slice_N = torch.div(sorted_rows.rows_N, rows_per_slice, rounding_mode="floor").to(dtype)
+    slice_N = torch.div(rows_N, rows_per_slice, rounding_mode="floor").to(dtype)
     order_N = torch.sort(slice_N, stable=True).indices
-    rows_N = sorted_rows.rows_N[order_N]
+    rows_N = rows_N[order_N]
     result = []
     for index in range(slices.num):
         first, last = slices.bounds(index, num_tokens)

@@ -14,6 +14,8 @@ import torch
 from relay_kernels import (
     ExpertWeights,
     Gradients,
+    RoutedTokens,
+    StepShape,
     SwiGLU,
     backward_experts_,
     backward_workspace,
@@ -22,7 +24,7 @@ from relay_kernels import (
     uses_triton,
 )
 from titan_relay.moe.options import RelayOptions
-from titan_relay.moe.routing import Segment, sort_rows
+from titan_relay.moe.routing import sort_rows
 from titan_relay.moe.shapes import LayerShape, expert_slices, step_shape, token_slices
 from titan_relay.moe.traffic import Circulation, backward_traffic, circulations, forward_traffic
 
@@ -50,13 +52,20 @@ def warm_up(
     slices = token_slices(shape.num_tokens, shape.num_ranks, options)
     ids_TK = torch.zeros(shape.num_tokens, shape.top_k, dtype=torch.int64, device=device)
     sort_rows(ids_TK, shape.num_experts, slices, options.kernels)
-    for direction, traffic in (
-        (_forward, forward_traffic(shape, options)),
-        (_backward, backward_traffic(shape, options)),
-    ):
-        for circulate in circulations(traffic, options):
-            for num_experts in _group_sizes(shape, options, circulate):
-                direction(shape, options, device, activation, num_experts, circulate)
+    for circulate in circulations(forward_traffic(shape, options), options):
+        step = step_shape(shape, options, device, _tokens_at_hand(shape, options, circulate))
+        for num_experts in _group_sizes(shape, options, circulate):
+            _forward(*_experts(shape, device, num_experts), activation, step)
+    sum_dtype = options.sum_dtype(shape.dtype)
+    for circulate in circulations(backward_traffic(shape, options), options):
+        step = step_shape(shape, options, device, _tokens_at_hand(shape, options, circulate))
+        # A ring of tokens goes on summing from its second hop on; in a ring of experts sums travel.
+        accumulates = (False, True) if circulate == "tokens" else (False,)
+        for num_experts in _group_sizes(shape, options, circulate):
+            tokens, weights = _experts(shape, device, num_experts)
+            dweights = weights.empty_like(num_experts, sum_dtype)
+            for accumulate in accumulates:
+                _backward(tokens, weights, dweights, accumulate, activation, step)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - begin_s
@@ -75,82 +84,42 @@ def _tokens_at_hand(shape: LayerShape, options: RelayOptions, circulate: Circula
     return token_slices(shape.num_tokens, shape.num_ranks, options).length
 
 
-class _Rows:
-    """A few tokens, and rows of theirs dealt out evenly to ``num_experts`` experts."""
-
-    def __init__(self, shape: LayerShape, device: torch.device, num_experts: int) -> None:
-        num_rows = _TOKENS * shape.top_k
-        self.x_TD = torch.zeros(_TOKENS, shape.dim, dtype=shape.dtype, device=device)
-        self.scores_TK = torch.zeros(_TOKENS, shape.top_k, dtype=shape.score_dtype, device=device)
-        self.rows_N = torch.arange(num_rows, dtype=torch.int32, device=device)
-        bounds = [num_rows * expert // num_experts for expert in range(num_experts + 1)]
-        self.segments: list[Segment] = list(itertools.pairwise(bounds))
-        self.weights = _weights(shape, device, num_experts)
-
-
-def _weights(shape: LayerShape, device: torch.device, num_experts: int) -> ExpertWeights:
-    """Uninitialised: what comes out is thrown away."""
-    sizes: list[tuple[int, ...]] = [
-        (num_experts, shape.expert_dim, shape.dim),
-        (num_experts, shape.dim, shape.expert_dim),
-        (num_experts, shape.expert_dim, shape.dim),
-    ]
+def _experts(
+    shape: LayerShape, device: torch.device, num_experts: int
+) -> tuple[RoutedTokens, ExpertWeights]:
+    """A few tokens, rows of theirs dealt out evenly, and experts: what comes out is thrown away."""
+    num_rows = _TOKENS * shape.top_k
+    bounds = [num_rows * expert // num_experts for expert in range(num_experts + 1)]
+    tokens = RoutedTokens(
+        torch.zeros(_TOKENS, shape.dim, dtype=shape.dtype, device=device),
+        torch.zeros(_TOKENS, shape.top_k, dtype=shape.score_dtype, device=device),
+        torch.arange(num_rows, dtype=torch.int32, device=device),
+        list(itertools.pairwise(bounds)),
+    )
+    dim, expert_dim = shape.dim, shape.expert_dim
+    sizes: list[tuple[int, ...]] = [(expert_dim, dim), (dim, expert_dim), (expert_dim, dim)]
     if shape.has_biases:
-        sizes += [(num_experts, width) for width in (shape.expert_dim, shape.dim, shape.expert_dim)]
-    return ExpertWeights(*(torch.empty(size, dtype=shape.dtype, device=device) for size in sizes))
+        sizes += [(expert_dim,), (dim,), (expert_dim,)]
+    tensors = [torch.empty(num_experts, *size, dtype=shape.dtype, device=device) for size in sizes]
+    return tokens, ExpertWeights(*tensors)
 
 
 def _forward(
-    shape: LayerShape,
-    options: RelayOptions,
-    device: torch.device,
-    activation: SwiGLU,
-    num_experts: int,
-    circulate: Circulation,
+    tokens: RoutedTokens, weights: ExpertWeights, activation: SwiGLU, step: StepShape
 ) -> None:
-    rows = _Rows(shape, device, num_experts)
-    tokens = _tokens_at_hand(shape, options, circulate)
-    workspace = forward_workspace(step_shape(shape, options, device, tokens))
-    forward_experts_(
-        torch.zeros_like(rows.x_TD),
-        rows.x_TD,
-        rows.scores_TK,
-        rows.rows_N,
-        rows.segments,
-        rows.weights,
-        activation,
-        workspace,
-    )
+    out_TD, workspace = torch.zeros_like(tokens.x_TD), forward_workspace(step)
+    forward_experts_(out_TD, tokens, weights, activation, workspace)
 
 
 def _backward(
-    shape: LayerShape,
-    options: RelayOptions,
-    device: torch.device,
+    tokens: RoutedTokens,
+    weights: ExpertWeights,
+    dweights: ExpertWeights,
+    accumulate: bool,
     activation: SwiGLU,
-    num_experts: int,
-    circulate: Circulation,
+    step: StepShape,
 ) -> None:
-    rows = _Rows(shape, device, num_experts)
-    tokens = _tokens_at_hand(shape, options, circulate)
-    sum_dtype = options.sum_dtype(shape.dtype)
-    workspace = backward_workspace(step_shape(shape, options, device, tokens), sum_dtype)
-    dweights = rows.weights.empty_like(num_experts, sum_dtype)
-    # A ring of tokens goes on summing from its second hop on; in a ring of experts sums travel.
-    for accumulates in (False, True) if circulate == "tokens" else (False,):
-        backward_experts_(
-            Gradients(
-                torch.zeros_like(rows.x_TD),
-                torch.zeros_like(rows.scores_TK),
-                dweights,
-                accumulate_weights=accumulates,
-            ),
-            torch.zeros_like(rows.x_TD),
-            rows.x_TD,
-            rows.scores_TK,
-            rows.rows_N,
-            rows.segments,
-            rows.weights,
-            activation,
-            workspace,
-        )
+    x_TD, workspace = tokens.x_TD, backward_workspace(step, dweights.w1_gFD.dtype)
+    dscores_TK = torch.zeros_like(tokens.scores_TK)
+    into = Gradients(torch.zeros_like(x_TD), dscores_TK, dweights, accumulate)
+    backward_experts_(into, torch.zeros_like(x_TD), tokens, weights, activation, workspace)

@@ -1,4 +1,7 @@
-"""One launch of a kernel: its arguments and configuration, to run here or to compile elsewhere."""
+"""One launch of a kernel: its arguments and configuration, to run here or to compile elsewhere.
+
+Tensors may be on the meta device: a launch can be described where it cannot run.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,20 +12,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from relay_kernels.activation import SwiGLU
 from relay_kernels.choice import is_interpreted
-from relay_kernels.chunk import Chunk
-from relay_kernels.triton.registry import KernelVariant
+from relay_kernels.rows import Chunk
 from relay_kernels.tuning import TunedConfig, arch_of, shape_class, tuned_config
 
 # The interpreter runs one program after another; two show that programs share the tiles rightly.
 _INTERPRETED_PROGRAMS = 2
-_TRITON_TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
-_ALIGNMENT = 16  # what Triton takes pointers and sizes to be divisible by when they are
+_ALIGNMENT = 16  # bytes, which a descriptor's rows begin at multiples of
 
 
 @dataclass(frozen=True)
@@ -42,56 +37,6 @@ class Launch:
             num_warps=self.config.num_warps,
             num_stages=self.config.num_stages,
         )
-
-    def variant(self, name: str, *, needs_tensor_cores: bool) -> KernelVariant:
-        """This launch as something to compile. Tensors may be on the meta device.
-
-        Arguments are specialised as Triton's own launcher does it: an integer of 1 becomes a
-        constant, and those divisible by 16, like aligned pointers, are known to be.
-        """
-        signature: dict[str, str] = {}
-        constexprs: dict[str, Any] = {**self.constexprs, **self.config.constexprs}
-        divisible = []
-        for parameter in self.function.params:
-            argument = parameter.name
-            if argument in constexprs:
-                signature[argument] = "constexpr"
-                continue
-            value = self.arguments[argument]
-            specialises = not parameter.do_not_specialize
-            if value is None or (specialises and type(value) is int and value == 1):
-                signature[argument], constexprs[argument] = "constexpr", value
-                continue
-            signature[argument] = _triton_type(value)
-            aligns = specialises and not parameter.do_not_specialize_on_alignment
-            if aligns and isinstance(value, int | torch.Tensor) and _is_divisible(value):
-                divisible.append(argument)
-        return KernelVariant(
-            name,
-            self.function,
-            signature,
-            constexprs,
-            tuple(divisible),
-            self.config.num_warps,
-            self.config.num_stages,
-            needs_tensor_cores,
-        )
-
-
-def _triton_type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"*{_TRITON_TYPES[value.dtype]}"
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_TRITON_TYPES[value.base.dtype]}{list(value.block_shape)}>"
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _is_divisible(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True  # a fresh allocation is
-    return value % _ALIGNMENT == 0
 
 
 def described_arguments(
@@ -131,6 +76,11 @@ def config_for(
     return tuned_config(kernel, arch_of(operand.device), of_class, operand.dtype)
 
 
+def narrow_config(kernel: str, device: torch.device, dtype: torch.dtype) -> TunedConfig:
+    """That of a kernel whose configuration does not depend on the layer's shape."""
+    return tuned_config(kernel, arch_of(device), "narrow", dtype)
+
+
 def num_programs(chunk: Chunk, width: int, config: TunedConfig, device: torch.device) -> int:
     """Persistent programs for the tiles of a chunk's rows and ``width`` columns."""
     return persistent_programs(most_tiles(chunk, width, config), config, device)
@@ -157,10 +107,11 @@ def persistent_programs(num_tiles: int, config: TunedConfig, device: torch.devic
 
 def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
     """The arguments by which kernels know a chunk."""
-    for indices in (chunk.rows_N, chunk.offsets_G):
+    rows_N = chunk.tokens.rows_N
+    for indices in (rows_N, chunk.offsets_G):
         assert indices.is_contiguous(), "row numbers and bounds are read one after another"
     return {
-        "rows_ptr": chunk.rows_N,
+        "rows_ptr": rows_N,
         "offsets_ptr": chunk.offsets_G,
         "first": chunk.first,
         "last": chunk.last,

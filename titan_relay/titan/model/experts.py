@@ -15,7 +15,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
-from titan_relay.moe import RelayOptions, relay_moe, relay_ring
+from titan_relay.moe import ExpertWeights, RelayOptions, relay_moe, relay_ring
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
@@ -93,9 +93,7 @@ class RelayRoutedExperts(RoutedExperts):
             x_BLD.flatten(0, 1),
             topk_scores_BLK.flatten(0, 1),
             topk_expert_ids_BLK.flatten(0, 1),
-            _local(experts.w1_EFD),
-            _local(experts.w2_EDF),
-            _local(experts.w3_EFD),
+            ExpertWeights(_local(experts.w1_EFD), _local(experts.w2_EDF), _local(experts.w3_EFD)),
             self.group,
             self.options,
         )

@@ -1,4 +1,4 @@
-"""The routing op: rows in order of expert, and where each expert's begin, all on the device.
+"""Rows in order of expert, and where each expert's begin, all on the device.
 
 A row is a routed copy ``t * K + k``. Example with K = 2, E = 3 and ids ``[[2, 0], [0, 1]]``: the
 rows in order of expert are ``[1, 2, 3, 0]`` and the bounds ``[0, 2, 3, 4]``. Rows of one expert
@@ -16,7 +16,6 @@ from torch import Tensor
 from relay_kernels.choice import uses_triton
 
 
-@torch.library.custom_op("relay_kernels::route_rows", mutates_args=())
 def route_rows(
     expert_ids_TK: Tensor, num_experts: int, num_slices: int, slice_length: int, kernels: str
 ) -> tuple[Tensor, Tensor]:
@@ -31,14 +30,6 @@ def route_rows(
 
         return launch_routing.route_rows(expert_ids_TK, num_experts, num_slices, slice_length)
     return _sorted_rows(expert_ids_TK, num_experts, num_slices, slice_length)
-
-
-@route_rows.register_fake
-def _(
-    expert_ids_TK: Tensor, num_experts: int, num_slices: int, slice_length: int, kernels: str
-) -> tuple[Tensor, Tensor]:
-    rows_N = expert_ids_TK.new_empty(expert_ids_TK.numel(), dtype=torch.int32)
-    return rows_N, rows_N.new_empty(num_experts * num_slices + 1)
 
 
 def _sorted_rows(

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from relay_kernels.activation import SwiGLU, activate_for_backward_
-from relay_kernels.forward_step import (
+from relay_kernels.rows import RoutedTokens
+from relay_kernels.steps_forward import (
     Cut,
-    Segment,
     Step,
     add_rows_,
     cut,
@@ -30,8 +30,7 @@ from relay_kernels.forward_step import (
     steps,
     transposed,
 )
-from relay_kernels.gradients import Gradients
-from relay_kernels.weights import ExpertWeights
+from relay_kernels.weights import ExpertWeights, Gradients
 from relay_kernels.workspace import BackwardWorkspace
 
 
@@ -51,32 +50,38 @@ class _Matrices:
         return _Matrices(w1.unbind(0), w2.unbind(0), w3.unbind(0), transposed(w1), transposed(w3))
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What every step of one call works with."""
+
+    gradients: Gradients
+    weights: ExpertWeights
+    matrices: _Matrices
+    activation: SwiGLU
+    workspace: BackwardWorkspace
+
+
 def step_backward_experts_(
     gradients: Gradients,
     dout_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    rows_N: torch.Tensor,
-    segments: Sequence[Segment],
+    tokens: RoutedTokens,
     weights: ExpertWeights,
     activation: SwiGLU,
     workspace: BackwardWorkspace,
 ) -> None:
-    """``backward.backward_experts_`` in plain PyTorch."""
-    if gradients.weights is not None and not gradients.accumulate_weights:
-        _zero_experts_without_rows(gradients.weights, segments)
+    """``experts.backward_experts_`` in plain PyTorch."""
+    gradients.begin_idle_experts(tokens.segments)
     matrices = _Matrices.of(weights)
-    workspace.index.begin(rows_N, scores_TK, segments[-1][1])
-    for step in steps(segments, workspace.max_rows):
+    call = _Call(gradients, weights, matrices, activation, workspace)
+    workspace.index.begin(tokens)
+    for step in steps(tokens.segments, workspace.max_rows):
         num_rows = step.last - step.first
         token_n, score_n1 = workspace.index.of(step.first, step.last)
-        x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
+        x_nD = torch.index_select(tokens.x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         g_nD = torch.index_select(dout_TD, 0, token_n, out=workspace.g_RD[:num_rows])
         x, g = cut(step, x_nD, g_nD)
-        row_n = rows_N[step.first : step.last]
-        dh1, dh3, a = _hidden_gradients(
-            gradients, x, g, row_n, score_n1, weights, matrices, step, activation, workspace
-        )
+        row_n = tokens.rows_N[step.first : step.last]
+        dh1, dh3, a = _hidden_gradients(call, step, x, g, row_n, score_n1)
         if gradients.weights is not None:
             (score,) = cut(step, score_n1)
             operands = zip(step.begins, step.experts, dh1, dh3, a, x, g, score, strict=True)
@@ -91,44 +96,34 @@ def step_backward_experts_(
 
 
 def _hidden_gradients(
-    gradients: Gradients,
-    x: Cut,
-    g: Cut,
-    row_n: torch.Tensor,
-    score_n1: torch.Tensor,
-    weights: ExpertWeights,
-    matrices: _Matrices,
-    step: Step,
-    activation: SwiGLU,
-    workspace: BackwardWorkspace,
+    call: _Call, step: Step, x: Cut, g: Cut, row_n: torch.Tensor, score_n1: torch.Tensor
 ) -> tuple[Cut, Cut, Cut]:
     """``dh1, dh3`` and ``a``, all scaled by the score; writes the score gradients.
 
     They take the places of ``h1, h3`` and ``u``, block by block.
     """
+    weights, matrices, workspace = call.weights, call.matrices, call.workspace
     num_rows, hidden = step.last - step.first, workspace.hidden
     h1_nF, h3_nF, u_nF = hidden.wide(num_rows)
     h1, h3, u = cut(step, h1_nF, h3_nF, u_nF)
     products_(h1, x, matrices.w1_transposed, weights.b1_gF, step)
     products_(h3, x, matrices.w3_transposed, weights.b3_gF, step)
     products_(u, g, matrices.w2, None, step)
-    dscore_n = workspace.dscore_R[:num_rows]
+    dscores_TK, dscore_n = call.gradients.dscores_TK, workspace.dscore_R[:num_rows]
     for rows in hidden.blocks(num_rows):
         block = hidden.load(h1_nF[rows], h3_nF[rows], u_nF[rows])
-        extra = hidden.extra(rows.stop - rows.start)
-        dscore_b = None if gradients.dscores_TK is None else dscore_n[rows]
-        buffers = [*block, *extra]
-        results = _block_gradients(buffers, score_n1[rows], activation, workspace, dscore_b)
+        buffers = [*block, *hidden.extra(rows.stop - rows.start)]
+        dscore_b = None if dscores_TK is None else dscore_n[rows]
+        results = _block_gradients(buffers, score_n1[rows], call.activation, workspace, dscore_b)
         for target, value in zip((h1_nF, h3_nF, u_nF), results, strict=True):
             _store_(target[rows], value)
-    if gradients.dscores_TK is not None:
+    if dscores_TK is not None:
         if weights.b2_gD is not None:
             (dscore,) = cut(step, dscore_n)
             for expert, g_mD, dscore_m in zip(step.experts, g, dscore, strict=True):
                 dscore_m += torch.mv(g_mD, weights.b2_gD[expert])
-        dscores_N = gradients.dscores_TK.view(-1)
         long_row_n = workspace.row_R[:num_rows].copy_(row_n)
-        dscores_N.index_copy_(0, long_row_n, dscore_n.to(dscores_N.dtype))
+        dscores_TK.view(-1).index_copy_(0, long_row_n, dscore_n.to(dscores_TK.dtype))
     return h1, h3, u
 
 
@@ -217,10 +212,3 @@ def _add_or_begin_(total: torch.Tensor, value: torch.Tensor, accumulate: bool) -
         total.add_(value)
     else:
         total.copy_(value)
-
-
-def _zero_experts_without_rows(into: ExpertWeights, segments: Sequence[Segment]) -> None:
-    for expert, (start, end) in enumerate(segments):
-        if start == end:
-            for tensor in into.tensors():
-                tensor[expert].zero_()

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import torch
 
 from relay_kernels.activation import SwiGLU, activate_
+from relay_kernels.rows import RoutedTokens, Segment
 from relay_kernels.weights import ExpertWeights
 from relay_kernels.workspace import ForwardWorkspace
-
-# Rows ``start <= i < end`` of the sorted rows belong to one expert.
-Segment = tuple[int, int]
 
 # Up to here it pays to gather and activate the rows of several experts together.
 _SHARED_STEP_ROWS = 512
@@ -25,21 +23,18 @@ _SHARED_STEP_ROWS = 512
 
 def step_forward_experts_(
     out_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    rows_N: torch.Tensor,
-    segments: Sequence[Segment],
+    tokens: RoutedTokens,
     weights: ExpertWeights,
     activation: SwiGLU,
     workspace: ForwardWorkspace,
 ) -> None:
-    """``forward.forward_experts_`` in plain PyTorch."""
+    """``experts.forward_experts_`` in plain PyTorch."""
     w1, w3, w2 = transposed(weights.w1_gFD), transposed(weights.w3_gFD), transposed(weights.w2_gDF)
-    workspace.index.begin(rows_N, scores_TK, segments[-1][1])
-    for step in steps(segments, workspace.max_rows):
+    workspace.index.begin(tokens)
+    for step in steps(tokens.segments, workspace.max_rows):
         num_rows = step.last - step.first
         token_n, score_n1 = workspace.index.of(step.first, step.last)
-        x_nD = torch.index_select(x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
+        x_nD = torch.index_select(tokens.x_TD, 0, token_n, out=workspace.x_RD[:num_rows])
         h1_nF, h3_nF = workspace.h1_RF[:num_rows], workspace.h3_RF[:num_rows]
         x, h1, h3 = cut(step, x_nD, h1_nF, h3_nF)
         products_(h1, x, w1, weights.b1_gF, step)

@@ -1,19 +1,7 @@
-"""Every kernel in every tuned configuration, as something to compile for a chip that is not here.
+"""One kernel with types, constants and options fixed: something to compile for a chip not here."""
 
-``variants(arch, dtype)`` builds them from the very launches that training makes, at the shapes of
-real layers, so that what is checked is what runs.
-"""
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from relay_kernels.triton.example_layers import EXAMPLE_LAYERS
 
 _WARP_THREADS = 32
 
@@ -54,6 +42,10 @@ class KernelVariant:
 
     def compile(self, arch: str) -> Any:
         """Triton's compiled kernel (``asm["cubin"]``, ``metadata``) for "sm_90" and the like."""
+        import triton  # only here: the script explains itself without it
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
         names = self.function.arg_names
         attributes = {
             (names.index(name),): [["tt.divisibility", 16]] for name in self.divisible_by_16
@@ -62,17 +54,3 @@ class KernelVariant:
         target = GPUTarget("cuda", int(arch.removeprefix("sm_")), _WARP_THREADS)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return triton.compile(source, target=target, options=options)
-
-
-def variants(arch: str, dtype: torch.dtype) -> Iterator[KernelVariant]:
-    """Every kernel for every example layer, without repeating equal ones."""
-    # Each module that launches kernels lists its own; imported here because they import this one.
-    from relay_kernels.triton import launch_backward, launch_forward, launch_routing
-
-    seen = set()
-    for layer in EXAMPLE_LAYERS:
-        for module in (launch_forward, launch_backward, launch_routing):
-            for variant in module.variants(layer, arch, dtype):
-                if variant.key not in seen:
-                    seen.add(variant.key)
-                    yield variant

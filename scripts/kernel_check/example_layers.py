@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from relay_kernels.activation import SwiGLU
-from relay_kernels.chunk import Chunk
+from relay_kernels import ExpertWeights, RoutedTokens, SwiGLU
+from relay_kernels.rows import Chunk
 from relay_kernels.tuning import shape_class
-from relay_kernels.weights import ExpertWeights
+from relay_kernels.workspace import HiddenGradients, OrderedSum
 
 _CHUNK_ROWS = 4096
 
@@ -36,34 +36,29 @@ class ExampleLayer:
     def activation(self) -> SwiGLU:
         return SwiGLU(1.702, 7.0, 1.0) if self.is_clamped else SwiGLU()
 
-    def chunk(self) -> Chunk:
-        rows_N = _meta((self.num_rows,), torch.int32)
-        offsets_G = _meta((self.num_experts + 1,), torch.int32)
-        rows_per_expert = self.num_rows // self.num_experts
-        last = min(_CHUNK_ROWS, self.num_rows)
-        return Chunk(rows_N, offsets_G, 0, last, self.top_k, rows_per_expert)
+    @property
+    def rows_per_expert(self) -> int:
+        return self.num_rows // self.num_experts
 
     def shape_class(self, dtype: torch.dtype) -> str:
-        rows_per_expert = self.num_rows // self.num_experts
-        return shape_class(rows_per_expert, self.dim, self.expert_dim, dtype)
+        return shape_class(self.rows_per_expert, self.dim, self.expert_dim, dtype)
 
-    def tokens(self, dtype: torch.dtype) -> torch.Tensor:
-        """T x D: x, out, dout, dx."""
-        return _meta((self.num_tokens, self.dim), dtype)
+    def chunk(self, dtype: torch.dtype) -> Chunk:
+        tokens = RoutedTokens(
+            _meta((self.num_tokens, self.dim), dtype),
+            _meta((self.num_tokens, self.top_k), torch.float32),
+            _meta((self.num_rows,), torch.int32),
+            segments=(),  # kernels know them by the offsets
+        )
+        offsets_G = _meta((self.num_experts + 1,), torch.int32)
+        return Chunk(tokens, offsets_G, 0, min(_CHUNK_ROWS, self.num_rows), self.rows_per_expert)
 
-    def rows(self, dtype: torch.dtype) -> torch.Tensor:
-        """R x D."""
-        return _meta((_CHUNK_ROWS, self.dim), dtype)
+    def hidden(self, dtype: torch.dtype) -> HiddenGradients:
+        return HiddenGradients(*(_meta((_CHUNK_ROWS, self.expert_dim), dtype) for _ in range(3)))
 
-    def hidden(self, dtype: torch.dtype) -> torch.Tensor:
-        """R x F: a, dh1, dh3."""
-        return _meta((_CHUNK_ROWS, self.expert_dim), dtype)
-
-    def scores(self) -> torch.Tensor:
-        return _meta((self.num_rows,), torch.float32)
-
-    def positions(self) -> torch.Tensor:
-        return _meta((self.num_rows,), torch.int32)
+    def ordered(self, dtype: torch.dtype) -> OrderedSum:
+        y_RD = _meta((_CHUNK_ROWS, self.dim), dtype)
+        return OrderedSum(y_RD, _meta((self.num_rows,), torch.int32))
 
     def weights(self, dtype: torch.dtype) -> ExpertWeights:
         """The experts, or their gradients."""

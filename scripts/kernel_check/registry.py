@@ -1,0 +1,161 @@
+"""Every kernel in every tuned configuration, as something to compile for a chip that is not here.
+
+``variants(arch, dtype)`` builds them from the very launches that training makes, at the shapes of
+real layers, so that what is checked is what runs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernel_check.example_layers import EXAMPLE_LAYERS, ExampleLayer
+from kernel_check.variant import KernelVariant
+from relay_kernels.triton.launch import Launch, cdiv
+from relay_kernels.triton.launch_backward import (
+    bias_gradient_launches,
+    dw2_launch,
+    dw13_launch,
+    dx_launch,
+    hidden_backward_launch,
+    score_gradients_launch,
+)
+from relay_kernels.triton.launch_forward import down_launch, sum_rows_launch, up_gate_launch
+from relay_kernels.triton.launch_routing import count_keys_launch, place_rows_launch
+from relay_kernels.tuning import TunedConfig, tuned_config
+
+_ALIGNMENT = 16  # what Triton takes pointers and sizes to be divisible by when they are
+_TRITON_TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def variants(arch: str, dtype: torch.dtype) -> Iterator[KernelVariant]:
+    """Every kernel for every example layer, without repeating equal ones."""
+    seen = set()
+    for layer in EXAMPLE_LAYERS:
+        launches = (*_forward(layer, arch, dtype), *_backward(layer, arch, dtype))
+        for name, launch, multiplies in (*launches, *_routing(layer, arch)):
+            # float32 products are exact, in no tensor core
+            needs_tensor_cores = multiplies and dtype != torch.float32
+            variant = variant_of(launch, name, needs_tensor_cores=needs_tensor_cores)
+            if variant.key not in seen:
+                seen.add(variant.key)
+                yield variant
+
+
+# A name, the launch, and whether its main loop is a matrix product.
+_Named = tuple[str, Launch, bool]
+
+
+def _forward(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[_Named]:
+    chunk, weights = layer.chunk(dtype), layer.weights(dtype)
+    x_TD, a_RF, ordered = chunk.tokens.x_TD, layer.hidden(dtype).a_RF, layer.ordered(dtype)
+    assert a_RF is not None
+    suffix = f"{layer.name}/{dtype}".replace("torch.", "")
+    config = tuned_config("up_gate", arch, layer.shape_class(dtype), dtype)
+    launch = up_gate_launch(a_RF, chunk, weights, layer.activation(), config)
+    yield f"up_gate/{suffix}", launch, True
+    config = tuned_config("down", arch, layer.shape_class(dtype), dtype)
+    for name, into in (("down_scatter", None), ("down_rows", ordered)):
+        yield f"{name}/{suffix}", down_launch(x_TD, into, a_RF, chunk, weights, config), True
+    config = tuned_config("sum_rows", arch, "narrow", dtype)
+    yield f"sum_rows/{suffix}", sum_rows_launch(x_TD, ordered, chunk, config), False
+
+
+def _backward(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[_Named]:
+    chunk, weights, hidden = layer.chunk(dtype), layer.weights(dtype), layer.hidden(dtype)
+    x_TD, sums = chunk.tokens.x_TD, layer.weights(torch.float32)
+    suffix = f"{layer.name}/{dtype}".replace("torch.", "")
+
+    def config(kernel: str) -> TunedConfig:
+        return tuned_config(kernel, arch, layer.shape_class(dtype), dtype)
+
+    def narrow(kernel: str) -> TunedConfig:
+        return tuned_config(kernel, arch, "narrow", dtype)
+
+    num_parts = cdiv(layer.expert_dim, config("hidden_backward").constexprs["BLOCK_N"])
+    parts_CR = x_TD.new_empty((num_parts, chunk.num_rows), dtype=torch.float32)
+    launch = hidden_backward_launch(
+        hidden, parts_CR, x_TD, chunk, weights, layer.activation(), config("hidden_backward")
+    )
+    yield f"hidden_backward/{suffix}", launch, True
+    launch = score_gradients_launch(
+        chunk.tokens.scores_N, parts_CR, x_TD, chunk, weights, narrow("score_gradients")
+    )
+    yield f"score_gradients/{suffix}", launch, False
+    for name, into in (("dx_scatter", None), ("dx_rows", layer.ordered(dtype))):
+        launch = dx_launch(x_TD, into, hidden, chunk, weights, config("dx"))
+        yield f"{name}/{suffix}", launch, True
+    yield f"dw13/{suffix}", dw13_launch(sums, hidden, chunk, True, config("dw13")), True
+    yield f"dw2/{suffix}", dw2_launch(sums, hidden, x_TD, chunk, True, config("dw2")), True
+    for launch in bias_gradient_launches(sums, hidden, x_TD, chunk, True, narrow("bias_gradient")):
+        yield f"bias_gradient/{suffix}", launch, False
+
+
+def _routing(layer: ExampleLayer, arch: str) -> Iterator[_Named]:
+    config = tuned_config("route", arch, "narrow", torch.int32)
+    ids_N = torch.empty(layer.num_rows, dtype=torch.int64, device="meta")
+    counts = torch.empty(1, dtype=torch.int32, device="meta")
+    for num_slices in (1, 2):
+        sizes = (layer.num_experts, num_slices, layer.num_rows // num_slices)
+        suffix = f"{layer.name}/{num_slices} slices"
+        yield f"count_keys/{suffix}", count_keys_launch(counts, ids_N, sizes, config), False
+        launch = place_rows_launch(counts, counts, ids_N, sizes, config)
+        yield f"place_rows/{suffix}", launch, False
+
+
+def variant_of(launch: Launch, name: str, *, needs_tensor_cores: bool) -> KernelVariant:
+    """A launch as something to compile. Tensors may be on the meta device.
+
+    Arguments are specialised as Triton's own launcher does it: an integer of 1 becomes a
+    constant, and those divisible by 16, like aligned pointers, are known to be.
+    """
+    signature: dict[str, str] = {}
+    constexprs: dict[str, Any] = {**launch.constexprs, **launch.config.constexprs}
+    divisible = []
+    for parameter in launch.function.params:
+        argument = parameter.name
+        if argument in constexprs:
+            signature[argument] = "constexpr"
+            continue
+        value = launch.arguments[argument]
+        specialises = not parameter.do_not_specialize
+        if value is None or (specialises and type(value) is int and value == 1):
+            signature[argument], constexprs[argument] = "constexpr", value
+            continue
+        signature[argument] = _triton_type(value)
+        aligns = specialises and not parameter.do_not_specialize_on_alignment
+        if aligns and isinstance(value, int | torch.Tensor) and _is_divisible(value):
+            divisible.append(argument)
+    return KernelVariant(
+        name,
+        launch.function,
+        signature,
+        constexprs,
+        tuple(divisible),
+        launch.config.num_warps,
+        launch.config.num_stages,
+        needs_tensor_cores,
+    )
+
+
+def _triton_type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"*{_TRITON_TYPES[value.dtype]}"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TRITON_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _is_divisible(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True  # a fresh allocation is
+    return value % _ALIGNMENT == 0
