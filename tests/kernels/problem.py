@@ -6,11 +6,17 @@ expert hidden dimension, g experts, n rows of one expert.
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
-from relay_kernels import ExpertWeights, SwiGLU
+from relay_kernels import ExpertWeights, RoutedTokens, SwiGLU
+from relay_kernels.rows import Chunk, chunks
+from relay_kernels.tuning import arch_of, shape_class, trial, tuned_config
+from relay_kernels.workspace import OrderedSum
 from tests.kernels.reference import activated
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -21,6 +27,7 @@ ROUNDING = {
 }
 # What rows past the last offset hold: an access by it would be far out of bounds.
 JUNK_ROW = 2**31 - 1
+Workspace = TypeVar("Workspace")
 
 
 @dataclass
@@ -65,19 +72,25 @@ class Problem:
         self.rows_N = torch.cat([junk, rows.to(torch.int32), junk]).to(DEVICE)
         bounds = [*itertools.accumulate(self.loads, initial=self.margin)]
         self.segments = list(itertools.pairwise(bounds))
-        self.offsets_G = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
 
     @property
     def num_rows(self) -> int:
         return self.num_tokens * self.top_k
 
     @property
+    def tokens(self) -> RoutedTokens:
+        return RoutedTokens(self.x_TD, self.scores_TK, self.rows_N, self.segments)
+
+    @property
     def scores_N(self) -> torch.Tensor:
         return self.scores_TK.view(-1)
 
-    def chunks(self, max_rows: int) -> list[tuple[int, int]]:
-        start, end = self.segments[0][0], self.segments[-1][1]
-        return [(first, min(first + max_rows, end)) for first in range(start, end, max_rows)]
+    def chunks(self, max_rows: int) -> list[Chunk]:
+        return list(chunks(self.tokens, max_rows, rows_per_expert=16))
+
+    def ordered(self, max_rows: int) -> OrderedSum:
+        positions_N = self.empty(self.num_rows, dtype=torch.int32)
+        return OrderedSum(self.empty(max_rows, self.dim), positions_N)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A buffer as a reused allocation may be: full of NaN, or of junk."""
@@ -87,7 +100,7 @@ class Problem:
 
     def true_hidden(self) -> torch.Tensor:
         """float64 ``a`` of the rows from the first offset to the last."""
-        w1, _, w3, b1, _, b3 = self._true_weights()
+        w1, _, w3, b1, _, b3 = self.true_weights()
         pieces = []
         for expert, (start, end) in enumerate(self.segments):
             x_nD = self.x_TD[self.rows_N[start:end].long() // self.top_k].double()
@@ -99,7 +112,7 @@ class Problem:
 
     def true_out(self, a: torch.Tensor) -> torch.Tensor:
         """float64 ``out`` from the ``a`` of the rows from the first offset to the last."""
-        _, w2, _, _, b2, _ = self._true_weights()
+        _, w2, _, _, b2, _ = self.true_weights()
         out_TD = torch.zeros(self.num_tokens, self.dim, dtype=torch.float64, device=DEVICE)
         base = self.segments[0][0]
         for expert, (start, end) in enumerate(self.segments):
@@ -110,9 +123,46 @@ class Problem:
             out_TD.index_add_(0, row_n // self.top_k, y_nD * self.scores_N[row_n].double()[:, None])
         return out_TD
 
-    def _true_weights(self) -> list[torch.Tensor | None]:
+    def true_weights(self) -> list[torch.Tensor | None]:
         tensors: list[torch.Tensor | None] = [each.double() for each in self.weights.tensors()]
         return tensors + [None] * (6 - len(tensors))
+
+
+def buffers(workspace: object) -> Iterator[torch.Tensor]:
+    """All tensors of a workspace, also those of its parts."""
+    for value in vars(workspace).values():
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif hasattr(item, "__dict__"):
+                yield from buffers(item)
+
+
+def storage_bytes(workspace: object) -> int:
+    storages = [tensor.untyped_storage() for tensor in buffers(workspace)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def poisoned(workspace: Workspace) -> Workspace:
+    """As a dirty allocator gives it, but for a constant that the workspace holds."""
+    for buffer in buffers(workspace):
+        if buffer is not getattr(workspace, "ones_F", None) and buffer.dtype != torch.bool:
+            buffer.fill_(math.nan if buffer.is_floating_point() else JUNK_ROW)
+    return workspace
+
+
+@contextmanager
+def with_more_programs(problem: Problem, *kernels: str) -> Iterator[None]:
+    """Let three times as many programs share the tiles of these kernels."""
+    arch = arch_of(DEVICE)
+    of_class = shape_class(16, problem.dim, problem.expert_dim, problem.dtype)
+    with ExitStack() as stack:
+        for kernel in kernels:
+            for each in {of_class, "narrow"}:
+                before = tuned_config(kernel, arch, each, problem.dtype)
+                many = replace(before, programs_per_processor=3 * before.programs_per_processor)
+                stack.enter_context(trial(kernel, arch, each, problem.dtype, many))
+        yield
 
 
 def rows_by_load(

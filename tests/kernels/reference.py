@@ -14,23 +14,20 @@ def activated(h1, h3, activation=None):
     return gate * torch.sigmoid(alpha * gate) * (up + up_offset)
 
 
-def expert_rows(
-    out_TD, x_TD, scores_TK, rows_N, segments, w1, w2, w3, biases=None, activation=None
-):
+def expert_rows(out_TD, tokens, weights, activation=None):
     """``out[t] += score * expert(x[t])`` by a loop over rows; differentiable."""
-    top_k = scores_TK.shape[1]
     pieces = [out_TD]
-    for expert, (start, end) in enumerate(segments):
-        for row in rows_N[start:end].tolist():
-            token, choice = divmod(row, top_k)
-            gate = w1[expert] @ x_TD[token]
-            up = w3[expert] @ x_TD[token]
-            if biases is not None:
-                gate, up = gate + biases[0][expert], up + biases[2][expert]
-            y_D = w2[expert] @ activated(gate, up, activation)
-            if biases is not None:
-                y_D = y_D + biases[1][expert]
+    for expert, (start, end) in enumerate(tokens.segments):
+        for row in tokens.rows_N[start:end].tolist():
+            token, choice = divmod(row, tokens.scores_TK.shape[1])
+            gate = weights.w1_gFD[expert] @ tokens.x_TD[token]
+            up = weights.w3_gFD[expert] @ tokens.x_TD[token]
+            if weights.b1_gF is not None:
+                gate, up = gate + weights.b1_gF[expert], up + weights.b3_gF[expert]
+            y_D = weights.w2_gDF[expert] @ activated(gate, up, activation)
+            if weights.b2_gD is not None:
+                y_D = y_D + weights.b2_gD[expert]
             update = torch.zeros_like(out_TD)
             update[token] = 1.0
-            pieces.append(update * (scores_TK[token, choice] * y_D))
+            pieces.append(update * (tokens.scores_TK[token, choice] * y_D))
     return sum(pieces)

@@ -1,11 +1,11 @@
-"""Addresses in the forward ops: strides of any kind, sizes no vector divides, offsets past 2^31."""
+"""Addresses in the forward kernels: views of every kind, odd sizes, offsets past 2^31."""
 
 import pytest
 import torch
 
 from relay_kernels import ExpertWeights
 from tests.kernels.problem import DEVICE, Problem
-from tests.kernels.test_forward_ops import check
+from tests.kernels.test_forward_kernels import check
 
 # What a layer may pass: each view has the values of its argument.
 VIEWS = {
@@ -19,33 +19,32 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("view", VIEWS)
-def test_weights_and_tokens_may_be_views(view, kernels):
+def test_weights_and_tokens_may_be_views(view, deterministic):
     problem = Problem((5, 0, 3), 5, 2, 18, 10, dtype=torch.bfloat16)
     problem.weights = problem.weights.map(VIEWS[view])
     problem.x_TD = VIEWS[view](problem.x_TD[None])[0]
     assert not problem.weights.w1_gFD.is_contiguous()
-    check(problem, kernels, max_rows=100)
-    check(problem, kernels, max_rows=100, deterministic=True)
+    check(problem, 100, deterministic)
 
 
 @pytest.mark.parametrize("sizes", [(17, 192, 96), (1, 24, 40), (3, 10, 10), (2, 13, 31)])
 def test_sizes_that_no_tile_or_vector_divides(sizes):
     rows, expert_dim, dim = sizes
-    check(Problem((rows,), rows, 1, dim, expert_dim, dtype=torch.bfloat16), "triton", 100)
+    check(Problem((rows,), rows, 1, dim, expert_dim, dtype=torch.bfloat16), 100)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_descriptors_stop_at_every_edge(deterministic):
     # Weights of 16-byte rows go by descriptors; no size is a multiple of 16 elements.
     problem = Problem((17, 0, 3), 17, 2, 24, 40, dtype=torch.bfloat16, has_biases=True)
-    check(problem, "triton", 13, deterministic)
+    check(problem, 13, deterministic)
 
 
 @pytest.mark.slow
 def test_larger_sizes_that_no_tile_divides():
-    check(Problem((299, 300), 300, 2, 301, 299), "triton", 1024)
+    check(Problem((299, 300), 300, 2, 301, 299), 1024)
 
 
 FAR = 2**31  # elements; an offset in 32 bits would wrap around
@@ -80,4 +79,4 @@ def test_offsets_past_two_to_the_31(which):
         weights = problem.weights
         near = (weights.w2_gDF, weights.w3_gFD)
         problem.weights = ExpertWeights(far_apart(weights.w1_gFD, 0), *near)
-    check(problem, "triton", max_rows=100)
+    check(problem, max_rows=100)

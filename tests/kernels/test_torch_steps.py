@@ -7,15 +7,16 @@ import torch
 
 from layer_check.dense_truth import relative_error
 from relay_kernels import (
-    BackwardWorkspace,
     ExpertWeights,
-    ForwardWorkspace,
     Gradients,
+    RoutedTokens,
     StepShape,
     SwiGLU,
     backward_experts_,
     forward_experts_,
 )
+from relay_kernels.workspace import BackwardWorkspace, ForwardWorkspace
+from tests.kernels.problem import poisoned, storage_bytes
 from tests.kernels.reference import expert_rows
 from titan_relay.measure import LiveBytes
 
@@ -24,26 +25,6 @@ T, K, D, F, G = 7, 2, 5, 3, 4
 ROWS = torch.tensor([2, 7, 13, 0, 5, 8, 10, 12, 1], dtype=torch.int32)
 SEGMENTS = [(0, 3), (3, 3), (3, 4), (4, 9)]
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-def poisoned(tensor):
-    return tensor.fill_(math.nan)
-
-
-def buffers(workspace):
-    """All tensors of a workspace, also those of its parts."""
-    for value in vars(workspace).values():
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, torch.Tensor):
-                yield item
-            elif hasattr(item, "__dict__"):
-                yield from buffers(item)
-
-
-def poison(workspace):
-    for buffer in buffers(workspace):
-        if buffer.is_floating_point() and buffer is not getattr(workspace, "ones_F", None):
-            poisoned(buffer)
 
 
 def problem(dtype, has_biases):
@@ -55,20 +36,25 @@ def problem(dtype, has_biases):
     tensors = [normal(G, F, D), normal(G, D, F), normal(G, F, D)]
     if has_biases:
         tensors += [normal(G, F), normal(G, D), normal(G, F)]
-    return normal(T, D), torch.rand(T, K, generator=random), normal(T, D), ExpertWeights(*tensors)
+    tokens = RoutedTokens(normal(T, D), torch.rand(T, K, generator=random), ROWS, SEGMENTS)
+    return tokens, normal(T, D), ExpertWeights(*tensors)
 
 
-def truth(x_TD, scores_TK, dout_TD, weights, activation):
+def truth(tokens, dout_TD, weights, activation):
     leaves = [
-        tensor.double().clone().requires_grad_() for tensor in (x_TD, scores_TK, *weights.tensors())
+        tensor.double().clone().requires_grad_()
+        for tensor in (tokens.x_TD, tokens.scores_TK, *weights.tensors())
     ]
-    x, scores, w1, w2, w3, *biases = leaves
-    out = expert_rows(
-        torch.zeros(T, D, dtype=torch.float64), x, scores, ROWS, SEGMENTS, w1, w2, w3,
-        biases or None, activation,
-    )  # fmt: skip
+    x, scores, *rest = leaves
+    out = torch.zeros(T, D, dtype=torch.float64)
+    exact = RoutedTokens(x, scores, ROWS, SEGMENTS)
+    out = expert_rows(out, exact, ExpertWeights(*rest), activation)
     out.backward(dout_TD.double())
     return out.detach(), [leaf.grad for leaf in leaves]
+
+
+def nan_(tensor):
+    return tensor.fill_(math.nan)
 
 
 # A 16-bit product that is rounded to the limit or away from it has another gradient than the true
@@ -81,27 +67,22 @@ CASES += [(dtype, SwiGLU(1.702, 0.7, 1.0)) for dtype in (torch.float64, torch.fl
 @pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize(("dtype", "activation"), CASES)
 def test_forward_and_backward(dtype, activation, has_biases, max_rows):
-    x_TD, scores_TK, dout_TD, weights = problem(dtype, has_biases)
-    expected_out, expected = truth(x_TD, scores_TK, dout_TD, weights, activation)
-    shape = StepShape(max_rows, D, F, dtype, x_TD.device)
+    tokens, dout_TD, weights = problem(dtype, has_biases)
+    expected_out, expected = truth(tokens, dout_TD, weights, activation)
+    shape = StepShape(max_rows, D, F, dtype, dout_TD.device)
 
-    workspace = ForwardWorkspace(shape)
-    poison(workspace)
     out_TD = torch.zeros(T, D, dtype=dtype)
-    args = (ROWS, SEGMENTS, weights, activation, workspace)
-    forward_experts_(out_TD, x_TD, scores_TK, *args)
+    forward_experts_(out_TD, tokens, weights, activation, poisoned(ForwardWorkspace(shape)))
     assert relative_error(out_TD, expected_out) < TOLERANCE[dtype]
 
     sum_dtype = torch.promote_types(dtype, torch.float32)
-    workspace = BackwardWorkspace(shape, sum_dtype)
-    poison(workspace)
+    workspace = poisoned(BackwardWorkspace(shape, sum_dtype))
     gradients = Gradients(
         torch.zeros(T, D, dtype=dtype),
         torch.zeros(T, K),
-        weights.empty_like(G, sum_dtype).map(poisoned),
+        weights.empty_like(G, sum_dtype).map(nan_),
     )
-    args = (ROWS, SEGMENTS, weights, activation, workspace)
-    backward_experts_(gradients, dout_TD, x_TD, scores_TK, *args)
+    backward_experts_(gradients, dout_TD, tokens, weights, activation, workspace)
     actual = [gradients.dx_TD, gradients.dscores_TK, *gradients.weights.tensors()]
     for index, (mine, wanted) in enumerate(zip(actual, expected, strict=True)):
         tolerance = TOLERANCE[dtype] if index != 1 else max(TOLERANCE[dtype], 1e-6)
@@ -109,12 +90,12 @@ def test_forward_and_backward(dtype, activation, has_biases, max_rows):
 
 
 def test_accumulating_weight_gradients_adds_and_leaves_idle_experts_alone():
-    x_TD, scores_TK, dout_TD, weights = problem(torch.float64, False)
-    workspace = BackwardWorkspace(StepShape(2, D, F, torch.float64, x_TD.device), torch.float64)
+    tokens, dout_TD, weights = problem(torch.float64, False)
+    workspace = BackwardWorkspace(StepShape(2, D, F, torch.float64, dout_TD.device), torch.float64)
     sums = weights.empty_like(G).map(lambda tensor: tensor.fill_(1.0))
-    args = (dout_TD, x_TD, scores_TK, ROWS, SEGMENTS, weights, SwiGLU(), workspace)
+    args = (dout_TD, tokens, weights, SwiGLU(), workspace)
     backward_experts_(Gradients(None, None, sums, accumulate_weights=True), *args)
-    fresh = weights.empty_like(G).map(poisoned)
+    fresh = weights.empty_like(G).map(nan_)
     backward_experts_(Gradients(None, None, fresh), *args)
     for total, once in zip(sums.tensors(), fresh.tensors(), strict=True):
         torch.testing.assert_close(total, once + 1.0)
@@ -123,8 +104,8 @@ def test_accumulating_weight_gradients_adds_and_leaves_idle_experts_alone():
 
 @pytest.mark.parametrize("wanted", ["x", "scores", "weights"])
 def test_each_gradient_alone_equals_all_together(wanted):
-    x_TD, scores_TK, dout_TD, weights = problem(torch.float64, True)
-    workspace = BackwardWorkspace(StepShape(2, D, F, torch.float64, x_TD.device), torch.float64)
+    tokens, dout_TD, weights = problem(torch.float64, True)
+    workspace = BackwardWorkspace(StepShape(2, D, F, torch.float64, dout_TD.device), torch.float64)
 
     def run(names):
         gradients = Gradients(
@@ -132,7 +113,7 @@ def test_each_gradient_alone_equals_all_together(wanted):
             torch.zeros(T, K) if "scores" in names else None,
             weights.empty_like(G) if "weights" in names else None,
         )
-        args = (dout_TD, x_TD, scores_TK, ROWS, SEGMENTS, weights, SwiGLU(), workspace)
+        args = (dout_TD, tokens, weights, SwiGLU(), workspace)
         backward_experts_(gradients, *args)
         return {
             "x": [gradients.dx_TD],
@@ -151,11 +132,6 @@ def test_each_gradient_alone_equals_all_together(wanted):
 )
 def test_workspaces_take_the_bytes_they_say(dtype, sum_dtype):
     shape = StepShape(13, D, F, dtype, torch.device("cpu"))
-
-    def storage_bytes(workspace):
-        storages = [tensor.untyped_storage() for tensor in buffers(workspace)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
     assert storage_bytes(ForwardWorkspace(shape)) == ForwardWorkspace.num_bytes(shape)
     backward = BackwardWorkspace(shape, sum_dtype)
     assert storage_bytes(backward) == BackwardWorkspace.num_bytes(shape, sum_dtype)
@@ -163,13 +139,13 @@ def test_workspaces_take_the_bytes_they_say(dtype, sum_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_clamped_activation_takes_no_more_than_the_workspace(dtype):
-    x_TD, scores_TK, dout_TD, weights = problem(dtype, has_biases=False)
-    shape = StepShape(5, D, F, dtype, x_TD.device)
+    tokens, dout_TD, weights = problem(dtype, has_biases=False)
+    shape = StepShape(5, D, F, dtype, dout_TD.device)
     gradients = Gradients(None, torch.zeros(T, K), None)
     with LiveBytes() as tracker:
         workspace = BackwardWorkspace(shape, dtype)
-        args = (ROWS, SEGMENTS, weights, SwiGLU(1.702, 0.7, 1.0), workspace)
-        backward_experts_(gradients, dout_TD, x_TD, scores_TK, *args)
+        activation = SwiGLU(1.702, 0.7, 1.0)
+        backward_experts_(gradients, dout_TD, tokens, weights, activation, workspace)
     assert tracker.peak_bytes == BackwardWorkspace.num_bytes(shape, dtype)
 
 

@@ -1,4 +1,4 @@
-"""The float64 truth of the backward's ops, one stage at a time, for a ``Problem``.
+"""The float64 truth of the backward's kernels, one stage at a time, for a ``Problem``.
 
 Each stage is judged from the inputs it really had: the second from the first's rounded results.
 Nothing is shared with the kernels: derivatives come from autograd on the activation's formula.
@@ -15,7 +15,7 @@ from tests.kernels.reference import activated
 
 def true_hidden_backward(problem: Problem) -> tuple[torch.Tensor, ...]:
     """``dh1, dh3, a``, scaled by the score, of all rows; ``dscores_N``, NaN where no row is."""
-    w1, w2, w3, b1, b2, b3 = problem._true_weights()
+    w1, w2, w3, b1, b2, b3 = problem.true_weights()
     pieces = []
     dscores_N = torch.full((problem.num_rows,), torch.nan, dtype=torch.float64, device=DEVICE)
     for expert, (start, end) in enumerate(problem.segments):
@@ -38,7 +38,7 @@ def true_hidden_backward(problem: Problem) -> tuple[torch.Tensor, ...]:
 
 
 def true_dx(problem: Problem, dh1: torch.Tensor, dh3: torch.Tensor) -> torch.Tensor:
-    w1, _, w3, *_ = problem._true_weights()
+    w1, _, w3, *_ = problem.true_weights()
     dx_TD = torch.zeros(problem.num_tokens, problem.dim, dtype=torch.float64, device=DEVICE)
     for expert, here, row_n in _experts(problem):
         dx_nD = dh1[here].double() @ w1[expert] + dh3[here].double() @ w3[expert]

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from relay_kernels.triton.registry import KernelVariant
+from kernel_check.variant import KernelVariant
 
 
 @triton.jit

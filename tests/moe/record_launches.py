@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 import check_ring
-from relay_kernels import choice, ops_routing
-from relay_kernels.triton import launch, launch_backward, launch_forward, launch_routing
+from kernel_check.registry import variant_of
+from relay_kernels import choice, route_rows
+from relay_kernels.triton import launch, launch_routing
 from titan_relay.moe import RelayOptions
 from titan_relay.moe.warm_up import warm_up
 
@@ -23,28 +24,18 @@ def record(recorded: set[tuple]) -> None:
     """From now on, note what would be launched on ``ARCH``."""
 
     def note(self: launch.Launch, grid: tuple[int, ...]) -> None:
-        variant = self.variant("", needs_tensor_cores=False)
-        recorded.add(
-            (
-                variant.function.__name__,
-                *variant.signature.items(),
-                *sorted(variant.constexprs.items(), key=str),
-                variant.divisible_by_16,
-                variant.num_warps,
-                variant.num_stages,
-            )
-        )
+        name, signature, constexprs, *rest = variant_of(self, "", needs_tensor_cores=False).key
+        recorded.add((name, *signature, *constexprs, *rest))
 
     launch.Launch.run = note
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
-    for module in (launch, launch_forward, launch_backward, launch_routing):
-        module.arch_of = lambda _: ARCH
-    choice._why_not = lambda *_: ""
-    routes = launch_routing.route_rows
+    launch.arch_of = lambda _: ARCH
+    choice.why_not_triton = lambda *_: ""
+    by_kernels = launch_routing.route_rows
 
     def note_and_sort(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        routes(*args)
-        return ops_routing._sorted_rows(*args)  # a layer cannot work on rows that are none
+        by_kernels(*args)
+        return route_rows(*args, "torch")  # a layer cannot work on rows that are none
 
     launch_routing.route_rows = note_and_sort
 
