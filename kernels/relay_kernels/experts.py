@@ -71,7 +71,7 @@ def forward_experts_(
     """
     assert len(tokens.segments) == weights.num_experts > 0
     if isinstance(workspace, FusedForwardWorkspace):
-        from relay_kernels.fused_forward import fused_forward_experts_
+        from relay_kernels.fused import fused_forward_experts_
 
         fused_forward_experts_(out_TD, tokens, weights, activation, workspace)
     else:
@@ -93,7 +93,7 @@ def backward_experts_(
     """
     assert len(tokens.segments) == weights.num_experts > 0
     if isinstance(workspace, FusedBackwardWorkspace):
-        from relay_kernels.fused_backward import fused_backward_experts_
+        from relay_kernels.fused import fused_backward_experts_
 
         fused_backward_experts_(gradients, dout_TD, tokens, weights, activation, workspace)
     else:

@@ -28,7 +28,7 @@ def route_rows(
     if uses_triton(kernels, expert_ids_TK.device, torch.float32):
         from relay_kernels.triton import launch_routing
 
-        return launch_routing.route_rows(expert_ids_TK, num_experts, num_slices, slice_length)
+        return launch_routing.counting_sort(expert_ids_TK, num_experts, num_slices, slice_length)
     return _sorted_rows(expert_ids_TK, num_experts, num_slices, slice_length)
 
 

@@ -73,7 +73,7 @@ def measure_layer(
     for deterministic in (False, True):
         for max_rows in rows_per_step:
             layer = RelayLayer(problem, kernels, deterministic=deterministic, max_rows=max_rows)
-            error = _largest_error([layer.forward(), *layer.backward()], expected)
+            error = largest_error([layer.forward(), *layer.backward()], expected)
             _check(error, problem.x_TD.dtype)
             name = f", {'deterministic, ' if deterministic else ''}steps of {max_rows} rows"
             ms = timer.ms(layer.forward)
@@ -98,7 +98,7 @@ def _with_kept_activations(problem: Problem, timer: Timer, speeds: Speeds) -> Ro
     return speeds.row("unfused backward, activations kept", ms, flops)
 
 
-def _largest_error(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def largest_error(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Of any result, its largest difference over its largest value."""
     errors = [
         ((mine.float() - truth.float()).abs().max() / truth.abs().max()).item()

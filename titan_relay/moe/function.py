@@ -93,7 +93,7 @@ def relay_ops() -> list[OpOverload]:
     Saving both means that a recompute of plain ``torch.utils.checkpoint`` runs no ring, at one
     copy of the tokens per layer. With ``relay_checkpoint`` neither needs saving.
     """
-    return [overload_of(op.route), overload_of(op.moe)]
+    return [overload_of(op.route), overload_of(op.moe_forward)]
 
 
 def _check(

@@ -46,7 +46,7 @@ route.register_fake(fake_route)
 
 
 @torch.library.custom_op("titan_relay::moe", mutates_args=())
-def moe(
+def moe_forward(
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
     rows_N: torch.Tensor,
@@ -70,7 +70,7 @@ def moe(
     return layer_forward(call, tokens, counts, weights)
 
 
-@moe.register_fake
+@moe_forward.register_fake
 def _(x_TD: torch.Tensor, scores_TK: torch.Tensor, *rest: Any) -> torch.Tensor:
     _, _, *tensors, group_name, options, _ = rest
     if not torch.compiler.is_compiling() and not value_is_needed():
@@ -138,7 +138,7 @@ def _no_second_order(ctx: Any, *_: Any) -> None:
     raise RuntimeError(_SECOND_ORDER)
 
 
-moe.register_autograd(_backward, setup_context=_setup_context)
+moe_forward.register_autograd(_backward, setup_context=_setup_context)
 moe_backward.register_autograd(_no_second_order)
 
 

@@ -21,7 +21,7 @@ tile's rows, columns and depth, P the columns of a piece.
 import triton
 import triton.language as tl
 
-from relay_kernels.triton.common import halves, locate, product, row_tile_ends, total
+from relay_kernels.triton.common import halves, locate, num_tiles_of, product, row_tile_ends
 
 # Values that change from call to call must not lead to a compilation each.
 _CHANGING = ["first", "last", "num_experts", "stride_parts"]
@@ -90,7 +90,7 @@ def hidden_backward_kernel(
     ends_G = row_tile_ends(offsets_ptr, first, last, num_experts, EXPERTS, BLOCK_M)
     num_columns = tl.cdiv(expert_dim, BLOCK_N)
     tile = tl.program_id(0)
-    if tile < total(ends_G) * num_columns:
+    if tile < num_tiles_of(ends_G) * num_columns:
         expert, start, end, row_tile, column = locate(
             tile, ends_G, num_columns, offsets_ptr, first, last, GROUP_M
         )
@@ -272,7 +272,7 @@ def score_gradients_kernel(
 ):
     """``dscores[rows[i]] = sum over c of parts[c, i - first] + <g, b2>``, always in this order."""
     ends_G = row_tile_ends(offsets_ptr, first, last, num_experts, EXPERTS, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), total(ends_G), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), num_tiles_of(ends_G), tl.num_programs(0)):
         expert, start, end, row_tile, _ = locate(tile, ends_G, 1, offsets_ptr, first, last, 1)
         i_M = start + row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         is_row_M = i_M < end

@@ -22,9 +22,9 @@ from relay_kernels.triton.common import (
     halves,
     load_depth,
     locate,
+    num_tiles_of,
     product,
     row_tile_ends,
-    total,
 )
 
 _CHANGING = ["first", "last", "num_experts"]
@@ -77,7 +77,7 @@ def dx_kernel(
     num_columns = tl.cdiv(dim, BLOCK_N)
     # One tile a program: a loop over tiles would keep what they share in registers too.
     tile = tl.program_id(0)
-    if tile < total(ends_G) * num_columns:
+    if tile < num_tiles_of(ends_G) * num_columns:
         expert, start, end, row_tile, column = locate(
             tile, ends_G, num_columns, offsets_ptr, first, last, GROUP_M
         )

@@ -39,7 +39,7 @@ def row_tile_ends(
 
 
 @triton.jit
-def total(ends_G):
+def num_tiles_of(ends_G):
     """The last of the running totals ``ends_G``."""
     return tl.max(ends_G, 0)
 

@@ -16,10 +16,10 @@ from relay_kernels.triton.common import (
     add_to_memory,
     load_depth,
     locate,
+    num_tiles_of,
     product,
     row_tile_ends,
     swiglu,
-    total,
 )
 
 # Values that change from call to call must not lead to a compilation each.
@@ -72,7 +72,7 @@ def up_gate_kernel(
     """``a[i - first] = act(W1 x[rows[i] // K] + b1, W3 x[rows[i] // K] + b3)``."""
     ends_G = row_tile_ends(offsets_ptr, first, last, num_experts, EXPERTS, BLOCK_M)
     num_columns = tl.cdiv(expert_dim, BLOCK_N)
-    num_tiles = total(ends_G) * num_columns
+    num_tiles = num_tiles_of(ends_G) * num_columns
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, start, end, row_tile, column = locate(
             tile, ends_G, num_columns, offsets_ptr, first, last, GROUP_M
@@ -156,7 +156,7 @@ def down_kernel(
     """
     ends_G = row_tile_ends(offsets_ptr, first, last, num_experts, EXPERTS, BLOCK_M)
     num_columns = tl.cdiv(dim, BLOCK_N)
-    num_tiles = total(ends_G) * num_columns
+    num_tiles = num_tiles_of(ends_G) * num_columns
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, start, end, row_tile, column = locate(
             tile, ends_G, num_columns, offsets_ptr, first, last, GROUP_M

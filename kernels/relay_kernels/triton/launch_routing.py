@@ -10,7 +10,7 @@ from relay_kernels.triton.routing import count_keys_kernel, place_rows_kernel
 from relay_kernels.tuning import TunedConfig
 
 
-def route_rows(
+def counting_sort(
     expert_ids_TK: torch.Tensor, num_experts: int, num_slices: int, slice_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``routing.route_rows`` by the kernels."""

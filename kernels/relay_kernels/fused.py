@@ -1,10 +1,9 @@
-"""Backward of some consecutive experts over the rows routed to them, by the Triton kernels.
+"""Some consecutive experts over the rows routed to them, by the Triton kernels.
 
-A chunk of rows at a time: hidden activations are rebuilt and turned into hidden gradients, from
-these come the gradients of weights and of tokens. They never wait for the device. Imports triton,
-so that nothing imports it before it is known to be needed.
+A chunk of rows at a time, in a few launches that never wait for the device. Imports triton, so that
+nothing imports it before it is known to be needed.
 
-Shape legend: T tokens, D model dimension.
+Shape legend: T tokens, R rows of a chunk, D model dimension, F expert hidden dimension.
 """
 
 import torch
@@ -12,8 +11,23 @@ import torch
 from relay_kernels.activation import SwiGLU
 from relay_kernels.rows import RoutedTokens, chunks
 from relay_kernels.triton.launch_backward import dx, hidden_backward, weight_gradients
+from relay_kernels.triton.launch_forward import down, up_gate
 from relay_kernels.weights import ExpertWeights, Gradients
-from relay_kernels.workspace import FusedBackwardWorkspace
+from relay_kernels.workspace import FusedBackwardWorkspace, FusedForwardWorkspace
+
+
+def fused_forward_experts_(
+    out_TD: torch.Tensor,
+    tokens: RoutedTokens,
+    weights: ExpertWeights,
+    activation: SwiGLU,
+    workspace: FusedForwardWorkspace,
+) -> None:
+    """``experts.forward_experts_`` by the kernels."""
+    shape, a_RF = workspace.shape, workspace.a_RF
+    for chunk in chunks(tokens, shape.max_rows, shape.rows_per_expert):
+        up_gate(a_RF, chunk, weights, activation)
+        down(out_TD, workspace.ordered, a_RF, chunk, weights)
 
 
 def fused_backward_experts_(
