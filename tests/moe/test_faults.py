@@ -196,4 +196,4 @@ def test_wrong_options_are_named(wrong, message):
 def test_kernels_that_cannot_run_are_refused():
     inputs = [X.double(), SCORES, IDS, ExpertWeights(*(weight.double() for weight in WEIGHTS))]
     with pytest.raises(RelayUsageError, match=r"it does not compute in torch\.float64"):
-        call_relay(inputs, options=RelayOptions(kernels="triton"))
+        relay_moe(*inputs, options=RelayOptions(kernels="triton"))
