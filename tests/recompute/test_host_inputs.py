@@ -1,5 +1,7 @@
 """Block inputs in host memory: buffers within a budget, fetched ahead of need."""
 
+import functools
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,7 +46,7 @@ def three_blocks(host, events):
     inputs = []
     for layer in range(3):
         inputs.append(h.detach().clone())
-        keeps = Keeps(host=host, layer=layer)
+        keeps = functools.partial(Keeps, host=host, layer=layer)
         h = relay_checkpoint(Sine.apply, h, layer, events, keeps=keeps)
     return h, inputs
 

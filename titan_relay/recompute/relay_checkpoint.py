@@ -22,13 +22,11 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from titan_relay.private_torch import saves_tensors, sequence_number, tree_leaves
 from titan_relay.recompute.frame import ContextFn, Frame, Keeps, current_frame
 
-_NOTHING = Keeps()
-
 
 def relay_checkpoint(
     function: Callable[..., Any],
     *args: Any,
-    keeps: Keeps = _NOTHING,
+    keeps: Callable[[], Keeps] = Keeps,
     context_fn: ContextFn = noop_context_fn,
     **kwargs: Any,
 ) -> Any:
@@ -36,7 +34,7 @@ def relay_checkpoint(
 
     Args:
         function: typically a transformer block; called with ``args``.
-        keeps: what is kept for backward besides the arguments.
+        keeps: asked in each forward, what it keeps for backward besides the arguments.
         context_fn: as in ``torch.utils.checkpoint``, for selective checkpointing. The relay's ops
             (``relay_ops()``) need not be in its save list: saving their output would cost one
             copy of the tokens per layer.
@@ -52,9 +50,10 @@ def relay_checkpoint(
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = context_fn
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
-    frame = Frame(keeps)
+    kept = keeps()
+    frame = Frame(kept)
     kwargs["context_fn"] = frame.contexts_in(context_fn)
-    with nullcontext() if keeps.host is None else keeps.host.around(keeps.layer, args[0]):
+    with nullcontext() if kept.host is None else kept.host.around(kept.layer, args[0]):
         outputs = checkpoint(function, *args, use_reentrant=False, **kwargs)
     frame.value_needed = _value_needed(outputs, frame.skippable)
     # The frame is referenced by the graph from here on, so it must not reference the graph.

@@ -58,10 +58,6 @@ class Levels:
         calls = _CALLS[self.of_layer.get(layer, "recompute")]
         return Keeps(calls, self.clock, self.host, layer)
 
-    def checkpoint(self, layer: int, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run this layer's block, which keeps what its level says."""
-        return relay_checkpoint(block, *args, keeps=self.keeps(layer), **kwargs)
-
 
 class BlockRetention(ActivationCheckpointing):
     """Checkpoints every block; neither ring nor experts nor what its level keeps run again."""
@@ -82,10 +78,10 @@ class BlockRetention(ActivationCheckpointing):
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         assert isinstance(self.config, BlockRetention.Config)
         assert base_fqn is not None
-        layer = int(base_fqn.rpartition(".")[2])
+        keeps = functools.partial(self.config.levels.keeps, int(base_fqn.rpartition(".")[2]))
         return checkpoint_wrapper(
             module,
-            checkpoint_fn=functools.partial(self.config.levels.checkpoint, layer),
+            checkpoint_fn=functools.partial(relay_checkpoint, keeps=keeps),
             preserve_rng_state=self.config.preserve_rng_state,
             determinism_check=self.config.determinism_check,
             early_stop=False,  # forward hooks of a recompute run to their end
