@@ -22,7 +22,7 @@ MAY_IMPORT = {
         "titan_relay.units",
         "titan_relay.validate",
     },
-    "titan_relay/validate.py": {"titan_relay.config", "titan_relay.titan"},
+    "titan_relay/validate.py": {"titan_relay.config", "titan_relay.data", "titan_relay.titan"},
     "titan_relay/titan": {
         "titan_relay.config",
         "titan_relay.data",
@@ -36,7 +36,12 @@ MAY_IMPORT = {
     },
     "titan_relay/data": {"titan_relay.config"},
     "titan_relay/config": {"titan_relay.units"},
-    "titan_relay/moe": {"relay_kernels", "titan_relay.private_torch", "titan_relay.recompute"},
+    "titan_relay/moe": {
+        "relay_kernels",
+        "titan_relay.config",
+        "titan_relay.private_torch",
+        "titan_relay.recompute",
+    },
     "titan_relay/ops": {"titan_relay.private_torch", "titan_relay.recompute"},
     "titan_relay/recompute": {"titan_relay.measure", "titan_relay.private_torch"},
     "titan_relay/measure": {"titan_relay.private_torch", "titan_relay.units"},

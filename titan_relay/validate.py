@@ -1,8 +1,8 @@
 """The one door of every configuration that is to run, be planned, counted or converted.
 
-First what needs numbers and file names only, so that a mistake shows within a moment; then whether
-the model's family has the keys that are given, for which torchtitan is imported: seconds, which a
-right configuration spends anyway.
+First what needs numbers and file names only, so that a mistake shows within a moment; then the
+data, for which numpy is imported, and whether the model's family has the keys that are given, for
+which torchtitan is: seconds, which a right configuration spends anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def validate(
         files: also look whether data, tokenizer and initial checkpoint exist; False to check a
             configuration for another machine.
     """
+    if isinstance(sources, str):
+        sources = Sources(sources)
     check_keys(config, world_size, sources, files=files)
+    _check_data(config, sources, files=files)
     _check_family(config, sources)
 
 
@@ -33,7 +36,13 @@ def validate_model(config: RunConfig, sources: Sources) -> None:
     _check_family(config, sources)
 
 
-def _check_family(config: RunConfig, sources: Sources | str) -> None:
+def _check_data(config: RunConfig, sources: Sources, *, files: bool) -> None:
+    from titan_relay.data.check import check_data
+
+    check_data(config, sources, files=files)
+
+
+def _check_family(config: RunConfig, sources: Sources) -> None:
     from titan_relay.titan.model.families import check_family
 
-    check_family(config, Sources(sources) if isinstance(sources, str) else sources)
+    check_family(config, sources)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.config.files import GOOD, write_good
 from titan_relay.config import ConfigError, load_config
-from titan_relay.config.keys import keys, sections
+from titan_relay.config.schema import keys, sections
 from titan_relay.validate import validate
 
 _NAMES = [*keys(), *(path for path in sections() if path), "config", "base", "print-config", ""]

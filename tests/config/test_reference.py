@@ -4,10 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from titan_relay.config import help_text
-from titan_relay.config.expectation import default_text
-from titan_relay.config.keys import keys
-from titan_relay.config.reference import reference
+from titan_relay.config.reader import default_text
+from titan_relay.config.reference import help_text, reference
+from titan_relay.config.schema import keys
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,7 +1,9 @@
 """``--print-config`` gives a file that gives the same configuration, whatever it is."""
 
 import dataclasses
+import json
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_relay.config import RunConfig, load_config, to_toml
-from titan_relay.config.keys import Key, choices_of, fields_of, item_of, keys, or_word_of
-from titan_relay.config.option import Rule
-from titan_relay.config.settings import Setting, build
-from titan_relay.config.toml_text import toml_value
+from titan_relay.config.errors import Setting
+from titan_relay.config.fields import Key, Rule, choices_of, fields_of, item_of, or_word_of
+from titan_relay.config.load import build
+from titan_relay.config.schema import keys
 
 # Surrogates are no text; "none" and blank strings have a meaning of their own.
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -83,7 +85,7 @@ def _argument(key: Key, config: RunConfig) -> str:
     value: Any = config
     for part in key.path.split("."):
         value = getattr(value, part)
-    text = value if isinstance(value, str) else toml_value(_plain(value))
+    text = value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False)
     return f"--{key.path}=none" if value is None else f"--{key.path}={text}"
 
 
@@ -102,10 +104,12 @@ def test_every_key_can_be_given_on_the_command_line(first: RunConfig, second: Ru
 
 @settings(max_examples=30, deadline=None)
 @given(_CONFIGS)
-def test_plain_dictionary_holds_every_key(config: RunConfig) -> None:
-    plain = config.to_dict()
+def test_plain_dictionary_and_file_hold_every_key(config: RunConfig) -> None:
+    plain, written = config.to_dict(), tomllib.loads(to_toml(config))
     for path in keys():
         value: Any = plain
+        in_file: Any = written
         for part in path.split("."):
-            value = value[part]
+            value, in_file = value[part], in_file[part]
         assert not isinstance(value, tuple)
+        assert in_file == ("none" if value is None else value)

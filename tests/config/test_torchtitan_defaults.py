@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from titan_relay.config.keys import keys
 from titan_relay.config.reference import same_in_torchtitan
+from titan_relay.config.schema import keys
 
 # Keys whose default is deliberately ours, with the reason.
 _OURS = {

@@ -6,8 +6,6 @@ import pytest
 
 from tests.config.files import write_good
 from titan_relay.config import RunConfig, degrees_of, load_config
-from titan_relay.config.check_data import PATTERN_NAMES
-from titan_relay.data.splitting import PATTERNS
 from titan_relay.validate import validate
 
 
@@ -102,7 +100,3 @@ def test_huggingface_folder() -> None:
     Path("hf").mkdir()
     Path("hf/tokenizer.json").write_text("{}")
     _valid(1, "--tokenizer.kind=huggingface", "--tokenizer.path=hf", "--tokenizer.eos_token=none")
-
-
-def test_known_patterns_are_those_that_can_be_read() -> None:
-    assert set(PATTERN_NAMES) == set(PATTERNS)

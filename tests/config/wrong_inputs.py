@@ -3,7 +3,7 @@
 from typing import get_args
 
 from tests.config.wrong import Wrong, without
-from titan_relay.config.expectation import either
+from titan_relay.config.errors import either
 from titan_relay.config.schema_model import FamilyName
 
 _FAMILIES = either([f'"{name}"' for name in get_args(FamilyName)])

@@ -8,9 +8,9 @@ import pytest
 
 from titan_relay.cli import COMMANDS
 from titan_relay.config import ConfigError, load_config
-from titan_relay.config.keys import keys, sections
-from titan_relay.config.settings import read_tables
-from titan_relay.config.toml_text import WrittenFloat
+from titan_relay.config.load import read_tables
+from titan_relay.config.schema import keys, sections
+from titan_relay.config.toml import WrittenFloat
 from titan_relay.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]

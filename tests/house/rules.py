@@ -42,7 +42,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "titan_relay.titan.plan": ("titan_relay.titan.train",),
     "titan_relay.titan.preflight": ("titan_relay.titan.plan",),
     "titan_relay.titan.run": ("titan_relay.titan.preflight",),
-    "titan_relay.validate": ("titan_relay.titan.model",),
+    "titan_relay.validate": ("titan_relay.titan.model", "titan_relay.data"),
     "titan_relay.commands": (
         "titan_relay.titan.run",
         "titan_relay.titan.hf_compare",

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -176,21 +176,36 @@ def test_bare_tensors_are_no_weights():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"circulate": "weights"}, "circulate = 'weights' must be one of"),
-        ({"num_slices": 0}, "num_slices = 0 must be"),
-        ({"num_slices": True}, "num_slices = True must be"),
-        ({"max_rows_per_step": -3}, "max_rows_per_step = -3 must be"),
-        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank = 0 must be None or an integer"),
-        ({"max_tokens_per_rank": "auto"}, "max_tokens_per_rank = 'auto' must be None or"),
-        ({"deterministic": "yes"}, "deterministic = 'yes' must be True or False"),
-        ({"layer": 3}, "layer = 3 must be a string"),
-        ({"grad_dtype": "fp8"}, "grad_dtype = 'fp8' must be one of"),
-        ({"kernels": "cuda"}, "kernels = 'cuda' must be one of 'auto', 'triton', 'torch'"),
+        ({"circulate": "weights"}, 'circulate = "weights": must be "auto", "experts" or "tokens"'),
+        ({"num_slices": 0}, 'num_slices = 0: must be an integer of at least 1, or "auto"'),
+        ({"num_slices": True}, "num_slices = true: must be"),
+        ({"num_slices": None}, 'num_slices = "none": must be'),
+        ({"max_rows_per_step": -3}, "max_rows_per_step = -3: must be"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank = 0: must be an integer of at least 1"),
+        ({"max_tokens_per_rank": "auto"}, 'max_tokens_per_rank = "auto": must be an integer'),
+        ({"deterministic": "yes"}, 'deterministic = "yes": must be true or false'),
+        ({"check_finite": 1}, "check_finite = 1: must be true or false"),
+        ({"layer": 3}, "layer = 3: must be a string"),
+        ({"grad_dtype": "fp8"}, 'grad_dtype = "fp8": must be "float32", '),
+        ({"kernels": "cuda"}, 'kernels = "cuda": must be "auto", "triton" or "torch"'),
     ],
 )
 def test_wrong_options_are_named(wrong, message):
     with pytest.raises(RelayUsageError, match=message):
         RelayOptions(**wrong)
+
+
+DECLARED = [each for each in fields(RelayOptions) if "rule" in each.metadata]
+
+
+@pytest.mark.parametrize("declared", DECLARED, ids=lambda each: each.name)
+def test_every_declared_option_has_its_type_and_range(declared):
+    wrong = [object()]
+    if declared.metadata["rule"].at_least is not None:
+        wrong.append(declared.metadata["rule"].at_least - 1)
+    for value in wrong:
+        with pytest.raises(RelayUsageError, match=f"RelayOptions: {declared.name} = "):
+            RelayOptions(**{declared.name: value})
 
 
 def test_kernels_that_cannot_run_are_refused():

@@ -133,11 +133,11 @@ def test_equal_numbers_are_equal_options():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"max_imbalance": 0.9}, "max_imbalance = 0.9 must be None or a number of at least 1"),
-        ({"max_imbalance": float("nan")}, "must be None or a number of at least 1"),
-        ({"max_imbalance": True}, "must be None or a number of at least 1"),
-        ({"max_imbalance": "2"}, "must be None or a number of at least 1"),
-        ({"max_imbalance": 2.0, "circulate": "tokens"}, "needs circulate = 'auto'"),
+        ({"max_imbalance": 0.9}, "max_imbalance = 0.9: must be a finite number of at least 1"),
+        ({"max_imbalance": float("nan")}, "must be a finite number of at least 1"),
+        ({"max_imbalance": True}, "must be a finite number of at least 1"),
+        ({"max_imbalance": "2"}, "must be a finite number of at least 1"),
+        ({"max_imbalance": 2.0, "circulate": "tokens"}, 'needs circulate = "auto"'),
     ],
 )
 def test_wrong_limits(arguments, words):

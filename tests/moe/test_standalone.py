@@ -15,7 +15,7 @@ import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         root = name.split(".")[0]
-        if root in ("torchtitan", "triton", "tiktoken", "datasets", "spmd_types"):
+        if root in ("torchtitan", "triton", "tiktoken", "datasets", "spmd_types", "tomli_w"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Block())
 import torch

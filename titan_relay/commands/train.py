@@ -9,7 +9,8 @@ import os
 import socket
 from collections.abc import Sequence
 
-from titan_relay.config import help_text, load_config, to_toml
+from titan_relay.config import load_config, to_toml
+from titan_relay.config.reference import help_text
 from titan_relay.validate import validate
 
 

@@ -4,16 +4,14 @@ Pure Python: importing this needs no torch, so every rank can refuse a wrong con
 before a process group starts.
 """
 
+from titan_relay.config.check import check_keys
 from titan_relay.config.check_model import check_model
 from titan_relay.config.command_line import CommandLine, parse_command_line
 from titan_relay.config.degrees import Degrees, degrees_of
-from titan_relay.config.errors import ConfigError
-from titan_relay.config.help_text import help_text
-from titan_relay.config.load import Loaded, load, load_config
+from titan_relay.config.errors import ConfigError, Sources
+from titan_relay.config.load import Loaded, load, load_config, with_length, with_settings
 from titan_relay.config.schema import RunConfig
-from titan_relay.config.settings import Sources, with_length, with_settings
-from titan_relay.config.toml_text import to_toml
-from titan_relay.config.validate import check_keys
+from titan_relay.config.toml import to_toml
 
 __all__ = [
     "CommandLine",
@@ -25,7 +23,6 @@ __all__ = [
     "check_keys",
     "check_model",
     "degrees_of",
-    "help_text",
     "load",
     "load_config",
     "parse_command_line",

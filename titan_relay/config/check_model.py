@@ -4,9 +4,8 @@ What a family has of them, and what it needs, is in the family's file.
 """
 
 from titan_relay.config.degrees import divisors, multiples_near, nearest_few
-from titan_relay.config.expectation import either
+from titan_relay.config.errors import Sources, either
 from titan_relay.config.schema import ModelConfig, RunConfig
-from titan_relay.config.settings import Sources
 
 
 def check_model(config: RunConfig, sources: Sources) -> None:

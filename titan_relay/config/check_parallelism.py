@@ -11,10 +11,9 @@ from titan_relay.config.degrees import (
     nearest_few,
     sequence_multiple,
 )
-from titan_relay.config.expectation import either
+from titan_relay.config.errors import Sources, either
 from titan_relay.config.schema import RunConfig
 from titan_relay.config.schema_model import LossConfig
-from titan_relay.config.settings import Sources
 
 _AXES = {
     "dp_replicate": "data_parallel_replicate_degree",
@@ -23,6 +22,8 @@ _AXES = {
     "tp": "tensor_parallel_degree",
     "pp": "pipeline_parallel_degree",
 }
+_SINGLE_STAGE = ("1F1B", "GPipe")
+_TWO_STAGES = ("ZBVZeroBubble", "DualPipeV")
 
 
 def check_parallelism(config: RunConfig, world_size: int, sources: Sources) -> None:
@@ -35,11 +36,7 @@ def check_parallelism(config: RunConfig, world_size: int, sources: Sources) -> N
     _check_batch(config, degrees, sources)
     _check_loss_chunks(config, degrees, sources)
     _check_relay_tokens(config, degrees, sources)
-
-
-def numbers(values: list[int]) -> str:
-    """``1, 2 or 4``."""
-    return either([str(value) for value in values])
+    _check_pipeline(config, sources)
 
 
 def _check_world(config: RunConfig, degrees: Degrees, world_size: int, sources: Sources) -> None:
@@ -72,7 +69,7 @@ def _refuse_left_over(degrees: Degrees, world_size: int, sources: Sources) -> No
     legal = [
         each for each in divisors(world_size) if world_size % (others // sizes[culprit] * each) == 0
     ]
-    fixes = [f"use {numbers(nearest_few(sizes[culprit], legal))}"] if legal else []
+    fixes = [f"use {either(nearest_few(sizes[culprit], legal))}"] if legal else []
     fixes.append(f"start a multiple of {others} ranks")
     words = " * ".join(f"{axis} {size}" for axis, size in sizes.items())
     raise sources.error(
@@ -96,7 +93,7 @@ def _expert_hint(degrees: Degrees, world_size: int) -> str:
 def _check_experts(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
     ep, region, experts = degrees.ep, degrees.expert_region, config.model.moe.num_experts
     key = "parallelism.expert_parallel_degree"
-    legal = numbers(nearest_few(ep, divisors(math.gcd(region, experts))))
+    legal = either(nearest_few(ep, divisors(math.gcd(region, experts))))
     if region % ep:
         raise sources.error(
             key,
@@ -105,7 +102,7 @@ def _check_experts(config: RunConfig, degrees: Degrees, sources: Sources) -> Non
             f"= {region} and model.moe.num_experts = {experts}; use {legal}",
         )
     if experts % ep:
-        more = numbers(multiples_near(experts, ep))
+        more = either(multiples_near(experts, ep))
         raise sources.error(
             key,
             ep,
@@ -122,7 +119,7 @@ def _check_heads(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
             "parallelism.tensor_parallel_degree",
             tp,
             f"must divide model.num_heads = {model.num_heads}{kv}; "
-            f"use {numbers(nearest_few(tp, divisors(shared)))}",
+            f"use {either(nearest_few(tp, divisors(shared)))}",
         )
 
 
@@ -146,7 +143,7 @@ def _check_sequence(config: RunConfig, degrees: Degrees, sources: Sources) -> No
         raise sources.error(
             "training.seq_len",
             seq_len,
-            f"must be a multiple of {reason}; use {numbers(multiples_near(seq_len, unit))}",
+            f"must be a multiple of {reason}; use {either(multiples_near(seq_len, unit))}",
         )
 
 
@@ -159,7 +156,7 @@ def _check_batch(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
             total,
             f"must be a multiple of local_batch_size * dp_replicate * dp_shard = {local} * "
             f"{degrees.dp_replicate} * {degrees.dp_shard} = {unit}; "
-            f"use {numbers(multiples_near(total, unit))}",
+            f"use {either(multiples_near(total, unit))}",
         )
 
 
@@ -186,7 +183,7 @@ def _check_loss_chunks(config: RunConfig, degrees: Degrees, sources: Sources) ->
             "loss.num_chunks",
             config.loss.num_chunks,
             f"must divide seq_len / cp = {config.training.seq_len} / {degrees.cp} = {local_len}; "
-            f"use {numbers(legal)}",
+            f"use {either(legal)}",
         )
 
 
@@ -199,3 +196,158 @@ def _check_relay_tokens(config: RunConfig, degrees: Degrees, sources: Sources) -
             f"must be at least the tokens of a microbatch on a rank, {tokens}; "
             "use that, or leave it out",
         )
+
+
+def _check_pipeline(config: RunConfig, sources: Sources) -> None:
+    """The layers and the batch can be split over pipeline stages, if there are any.
+
+    The rules are those of torchtitan 0.3's stage split (``_get_pipeline_metadata`` and
+    ``_generate_llm_fqn_per_model_part``) and of torch's schedules, said before anything is built.
+    """
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return
+    if config.model.tie_word_embeddings:
+        raise sources.error(
+            "model.tie_word_embeddings",
+            True,
+            "embedding and output head are on different pipeline stages; use false, or "
+            "parallelism.pipeline_parallel_degree = 1",
+        )
+    _check_microbatches(config, sources)
+    _check_stages(config, sources)
+
+
+def _check_microbatches(config: RunConfig, sources: Sources) -> None:
+    size, batch = (
+        config.parallelism.pipeline_parallel_microbatch_size,
+        config.training.local_batch_size,
+    )
+    if batch % size:
+        legal = nearest_few(size, divisors(batch))
+        raise sources.error(
+            "parallelism.pipeline_parallel_microbatch_size",
+            size,
+            f"must divide training.local_batch_size = {batch}; use {either(legal)}",
+        )
+
+
+def _check_stages(config: RunConfig, sources: Sources) -> None:
+    """The schedule can run the stages that were asked for, each with enough layers."""
+    asked = config.parallelism
+    degree, schedule = asked.pipeline_parallel_degree, asked.pipeline_parallel_schedule
+    if asked.module_fqns_per_model_part is not None:
+        stages = len(asked.module_fqns_per_model_part)
+        if not _fits(stages, degree, schedule):
+            raise sources.error(
+                "parallelism.module_fqns_per_model_part",
+                asked.module_fqns_per_model_part,
+                f"{_refusal(stages, degree, schedule)}; give {_wanted(degree, schedule)} lists",
+            )
+        _check_modules(config, asked.module_fqns_per_model_part, sources)
+        return
+    stages = degree * (1 if schedule in _SINGLE_STAGE else 2)
+    if asked.pipeline_parallel_layers_per_stage is not None:
+        stages = _stages_of_layers(config, asked.pipeline_parallel_layers_per_stage)
+        _check_layers_per_stage(config, stages, sources)
+    _check_layers(config, stages, sources)
+
+
+def _check_modules(config: RunConfig, parts: tuple[tuple[str, ...], ...], sources: Sources) -> None:
+    """Every module of the model is in one stage, in the model's order."""
+    layers = [f"layers.{index}" for index in range(config.model.num_layers)]
+    wanted = ["tok_embeddings", *layers, "norm", "lm_head"]
+    given = [name for part in parts for name in part]
+    if given == wanted:
+        return
+    unknown = [name for name in given if name not in wanted]
+    missing = [name for name in wanted if name not in given]
+    fault = "names modules twice or out of order"
+    if missing:
+        fault = f"leaves out {missing[0]}"
+    if unknown:
+        fault = f"names {unknown[0]}, which the model does not have"
+    raise sources.error(
+        "parallelism.module_fqns_per_model_part",
+        parts,
+        f"{fault}; spread tok_embeddings, layers.0 to {layers[-1]}, norm, lm_head over the lists, "
+        "in this order",
+    )
+
+
+def _fits(stages: int, degree: int, schedule: str) -> bool:
+    per_rank, rest = divmod(stages, degree)
+    if rest:
+        return False
+    if schedule in _SINGLE_STAGE:
+        return per_rank == 1
+    return per_rank == 2 if schedule in _TWO_STAGES else per_rank >= 2
+
+
+def _wanted(degree: int, schedule: str) -> str:
+    if schedule in _SINGLE_STAGE:
+        return str(degree)
+    return f"{2 * degree}" if schedule in _TWO_STAGES else f"{2 * degree} or {3 * degree} or more"
+
+
+def _refusal(stages: int, degree: int, schedule: str) -> str:
+    per_rank = {True: "1", False: "2" if schedule in _TWO_STAGES else "2 or more"}
+    needs = per_rank[schedule in _SINGLE_STAGE]
+    return f"is {stages} stages for {degree} ranks, but {schedule} needs {needs} per rank"
+
+
+def _stages_of_layers(config: RunConfig, layers_per_stage: int) -> int:
+    return -(-_weighted_layers(config) // layers_per_stage)
+
+
+def _weighted_layers(config: RunConfig) -> int:
+    """Layers, with the embedding and the head counted as the layers that they replace."""
+    asked = config.parallelism
+    return (
+        config.model.num_layers
+        + asked.pipeline_parallel_first_stage_less_layers
+        + asked.pipeline_parallel_last_stage_less_layers
+    )
+
+
+def _check_layers_per_stage(config: RunConfig, stages: int, sources: Sources) -> None:
+    asked = config.parallelism
+    degree, schedule = asked.pipeline_parallel_degree, asked.pipeline_parallel_schedule
+    value = asked.pipeline_parallel_layers_per_stage
+    if value is None or _fits(stages, degree, schedule):
+        return
+    legal = [
+        each
+        for each in range(1, _weighted_layers(config) + 1)
+        if _fits(_stages_of_layers(config, each), degree, schedule)
+    ]
+    near = nearest_few(value, legal, 2)
+    raise sources.error(
+        "parallelism.pipeline_parallel_layers_per_stage",
+        value,
+        f"{_refusal(stages, degree, schedule)}; use {either([*near, 'none'])}",
+    )
+
+
+def _check_layers(config: RunConfig, stages: int, sources: Sources) -> None:
+    asked, layers = config.parallelism, config.model.num_layers
+    first = asked.pipeline_parallel_first_stage_less_layers
+    last = asked.pipeline_parallel_last_stage_less_layers
+    per_stage = _weighted_layers(config) // stages
+    if per_stage == 0:
+        raise sources.error(
+            "model.num_layers",
+            layers,
+            f"is too few for {stages} pipeline stages (degree {asked.pipeline_parallel_degree}, "
+            f"schedule {asked.pipeline_parallel_schedule}); use {stages - first - last} or more, "
+            "or a lower parallelism.pipeline_parallel_degree",
+        )
+    for which, less in (("first", first), ("last", last)):
+        if less > per_stage:
+            rest = layers + first + last - less
+            most = max(each for each in range(less) if each <= (rest + each) // stages)
+            raise sources.error(
+                f"parallelism.pipeline_parallel_{which}_stage_less_layers",
+                less,
+                f"must be at most the layers of a stage, ({layers} + {first} + {last}) / {stages} "
+                f"= {per_stage}; use {most} or less",
+            )

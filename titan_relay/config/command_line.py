@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place, shown
-from titan_relay.config.expectation import expectation
-from titan_relay.config.keys import Key, choices_of, item_of, keys, or_word_of, sections
-from titan_relay.config.settings import Setting
+from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place, Setting, shown
+from titan_relay.config.fields import Key, choices_of, item_of, or_word_of
+from titan_relay.config.reader import expectation, read_value
+from titan_relay.config.schema import keys, sections
 from titan_relay.config.suggest import nearest, where_key_belongs
-from titan_relay.config.values import parse_toml_value, read_value
+from titan_relay.config.toml import parse_value
 
 _SWITCHES = ("print-config", "plan")  # what may be asked for besides a run
 _OPTIONS = ("config", *_SWITCHES, "help", "dump_folder")
@@ -120,7 +120,7 @@ def _raw(annotation: Any, text: str) -> Any:
         return text
     if item_of(annotation) is not None:
         return _raw_list(item_of(annotation), text)
-    value = parse_toml_value(text)
+    value = parse_value(text)
     if value is None and text.lstrip().startswith("{"):
         value = _parse_json(text)
     return text if value is None else value
@@ -129,7 +129,7 @@ def _raw(annotation: Any, text: str) -> Any:
 def _raw_list(item: Any, text: str) -> Any:
     """``[...]`` as a TOML or JSON array, anything else as items between commas."""
     if text.lstrip().startswith("["):
-        value = parse_toml_value(text)
+        value = parse_value(text)
         value = _parse_json(text) if value is None else value
         return text if value is None else value
     if item_of(item) is not None or dataclasses.is_dataclass(item):

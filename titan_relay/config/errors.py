@@ -1,9 +1,12 @@
-"""The one kind of error that a user's configuration can cause."""
+"""The one kind of error that a user's configuration can cause, and where a value came from.
 
-from dataclasses import dataclass
+A message is one line, ``SOURCE: KEY = VALUE: FIX``, with the value as TOML spells it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
-
-from titan_relay.config.toml_text import toml_value
 
 COMMAND_LINE = "command line"
 _LONGEST_VALUE = 100
@@ -36,7 +39,57 @@ class Place:
         return Place(self.source, f"{self.key}.{key}")
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One given value and where it was given: a file's name or "command line"."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where every given key came from; the rest are defaults.
+
+    main: the file to name for a key that was not given.
+    """
+
+    main: str
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def error(self, key: str, value: Any, fix: str) -> ConfigError:
+        """An error about `key` that names its source, or the main file if it is a default."""
+        source = self.given.get(key, self.main)
+        option = f"--{key}" if source == COMMAND_LINE else key
+        note = "" if key in self.given else " (default)"
+        return Place(source, option).error(value, fix, note)
+
+
 def shown(value: Any) -> str:
     """A value as TOML, cut where it is long."""
     text = toml_value(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def toml_value(value: Any) -> str:
+    """A value on one line, as TOML spells it; None is "none"."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        items = (f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items())
+        return "{ " + ", ".join(items) + " }" if value else "{}"
+    if isinstance(value, bool | str | None):
+        text = "none" if value is None else value
+        return json.dumps(text, ensure_ascii=not str(text).isprintable())
+    return str(value)
+
+
+def _toml_key(key: str) -> str:
+    bare = key.isascii() and key.replace("-", "").replace("_", "").isalnum()
+    return key if bare else toml_value(key)
+
+
+def either(words: Iterable[object]) -> str:
+    """``a, b or c``."""
+    texts = [str(word) for word in words]
+    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]

@@ -6,24 +6,19 @@ torchtitan, so that a wrong configuration is reported before anything heavy star
 # ruff: noqa: RUF009  (option() and section() return dataclass fields, not shared values)
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
-from titan_relay.config.option import option, section
+from titan_relay.config.fields import Key, keys_of, option, section, sections_of
 from titan_relay.config.schema_data import (
     DataConfig,
     MixtureEntry,
     TokenizerConfig,
     ValidatorConfig,
 )
-from titan_relay.config.schema_model import (
-    LossConfig,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    RelayConfig,
-)
-from titan_relay.config.schema_retention import AttentionRetentionConfig
+from titan_relay.config.schema_model import LossConfig, MLAConfig, ModelConfig, MoEConfig
+from titan_relay.config.schema_relay import AttentionRetentionConfig, RelayConfig
 from titan_relay.config.schema_run import (
     CheckpointConfig,
     CommConfig,
@@ -131,6 +126,18 @@ class RunConfig:
         """Nested plain dicts, lists and scalars (None where a key is unset)."""
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
         return plain
+
+
+@functools.cache
+def sections() -> dict[str, type]:
+    """Dataclass of every section by its dotted path; "" is the file's top level."""
+    return sections_of(RunConfig)
+
+
+@functools.cache
+def keys() -> dict[str, Key]:
+    """Every key by its dotted path, in the order of the schema."""
+    return keys_of(RunConfig)
 
 
 def _plain(value: Any) -> Any:

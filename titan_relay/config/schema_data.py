@@ -8,7 +8,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_relay.config.option import option, section
+from titan_relay.config.fields import option, section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

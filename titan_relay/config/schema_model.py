@@ -1,4 +1,4 @@
-"""Keys of the model, its mixture of experts, how tokens meet experts, and the loss.
+"""Keys of the model, its mixture of experts, and the loss.
 
 Architecture numbers have no defaults: a model is what its file says.
 """
@@ -7,7 +7,7 @@ Architecture numbers have no defaults: a model is what its file says.
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_relay.config.option import option, section
+from titan_relay.config.fields import option, section
 
 # The families of titan_relay.titan.model.families. A key that not every one has gets a neutral
 # default here and is named in the files of those that have it.
@@ -191,47 +191,6 @@ class ModelConfig:
 
     mla: MLAConfig = section(MLAConfig)
     """Latent attention, for mla_moe."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RelayConfig:
-    """How tokens and experts meet when experts are split over ranks."""
-
-    dispatcher: Literal["relay", "alltoall"] = option("relay", titan="override")
-    """relay: experts (or tokens) travel round a ring of the EP ranks. alltoall: every routed copy
-    of a token is sent to its expert's rank. Checkpoints fit both."""
-
-    circulate: Literal["auto", "experts", "tokens"] = option("auto", titan="")
-    """What moves from rank to rank: experts' weights, or blocks of tokens. auto: what sends fewer
-    bytes, for forward and backward separately."""
-
-    max_imbalance: float | None = option(None, at_least=1, titan="")
-    """For circulate = "auto": experts circulate in a layer's call whose routing would let a rank
-    of a ring of tokens compute more than this many times its share. none: bytes alone decide."""
-
-    num_slices: int | Literal["auto"] = option("auto", at_least=1, titan="")
-    """The ring runs once per slice of a rank's experts (or tokens), so that its buffers hold
-    slices. auto: as many as keep the buffers near two copies of the tokens."""
-
-    max_rows_per_step: int | Literal["auto"] = option("auto", at_least=1, titan="")
-    """Routed rows computed at a time; scratch memory is proportional. auto: suits the device."""
-
-    max_tokens_per_rank: int | None = option(None, at_least=1, titan="")
-    """The most tokens that a rank's layer may get at once; buffers and choices follow it. Only
-    needed where ranks may differ. none: exactly a microbatch's tokens on every rank."""
-
-    grad_dtype: Literal["float32", "bfloat16"] = option("float32", titan="")
-    """Type in which expert weight gradients are summed on their way round the ring."""
-
-    kernels: Literal["auto", "triton", "torch"] = option("auto", titan="")
-    """What computes the experts: fused Triton kernels or plain PyTorch. auto: Triton on a CUDA
-    device of compute capability 8.0 or newer, PyTorch elsewhere."""
-
-    deterministic: bool = option(False, titan="")
-    """Sum experts' outputs and input gradients in a fixed order, so that the same step on the same
-    ranks gives the same bits. PyTorch's sums, so every run on CPU, have one anyway; Triton's then
-    take a pass more over memory and room for max_rows_per_step rows. debug.deterministic = true
-    implies it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

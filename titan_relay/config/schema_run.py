@@ -7,7 +7,7 @@ repeated.
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_relay.config.option import option
+from titan_relay.config.fields import option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

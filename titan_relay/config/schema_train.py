@@ -8,7 +8,7 @@ string below them, which is what ``--help`` and ``docs/config.md`` print.
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_relay.config.option import option
+from titan_relay.config.fields import option
 
 ParamDType = Literal["float32", "bfloat16"]
 PipelineSchedule = Literal[

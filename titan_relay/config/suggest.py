@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from titan_relay.config.keys import keys, sections
+from titan_relay.config.schema import keys, sections
 
 # Names that torchtitan's TOML files had, or that its Python configs have, and where they are here.
 _MOVED = {

@@ -80,6 +80,11 @@ def rank_file_of(folder: Path) -> Path:
     raise DataError(f'tokenizer.path = "{folder}" has no tiktoken rank file{hint}')
 
 
+def has_rank_file(folder: Path) -> bool:
+    """Whether a folder has a tiktoken rank file."""
+    return any(each.is_file() for pattern in _RANK_FILES for each in folder.glob(pattern))
+
+
 def named_boundaries(folder: Path) -> tuple[str | None, str | None]:
     """The BOS and EOS tokens that the folder names."""
     content = _read_config(folder)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from relay_kernels import StepShape
-from titan_relay.moe.options import AUTO, RelayOptions
+from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.routing import TokenSlices
 
 # What "auto" aims at.
@@ -53,7 +53,7 @@ def expert_slices(shape: LayerShape, options: RelayOptions) -> list[tuple[int, i
 def _num_expert_slices(shape: LayerShape, options: RelayOptions) -> int:
     if shape.num_ranks == 1:
         return 1
-    if options.num_slices != AUTO:
+    if options.num_slices != "auto":
         return min(options.num_slices, shape.num_local_experts)
     grad_itemsize = options.sum_dtype(shape.dtype).itemsize
     share_bytes = shape.num_local_experts * shape.expert_numel
@@ -66,7 +66,7 @@ def _num_expert_slices(shape: LayerShape, options: RelayOptions) -> int:
 
 def token_slices(num_tokens: int, num_ranks: int, options: RelayOptions) -> TokenSlices:
     """The slices of every rank's tokens in a ring of tokens."""
-    num = _TOKEN_SLICES if options.num_slices == AUTO else options.num_slices
+    num = _TOKEN_SLICES if options.num_slices == "auto" else options.num_slices
     if num_ranks == 1 or num_tokens == 0:
         num = 1
     length = max(1, math.ceil(num_tokens / num))
@@ -94,7 +94,7 @@ def rows_per_step(
 
     Several experts with few rows share a step, so a few tokens may have more rows than tokens.
     """
-    if options.max_rows_per_step != AUTO:
+    if options.max_rows_per_step != "auto":
         wanted = options.max_rows_per_step
     elif device.type == "cpu":
         wanted = _CPU_ROWS_PER_STEP

@@ -11,8 +11,7 @@ import pytest
 
 from tests.titan.hf.cases import CASES, Case
 from titan_relay.config import ConfigError, RunConfig, load_config
-from titan_relay.config.keys import keys
-from titan_relay.config.schema import ModelConfig
+from titan_relay.config.schema import ModelConfig, keys
 from titan_relay.config.schema_model import FamilyName
 from titan_relay.titan.hf.config_json import (
     config_of,

@@ -1,11 +1,16 @@
 """Keys of `[relay]`: from the file to the layers' options."""
 
 import logging
+from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 import torch
 
-from titan_relay.config import ConfigError, load_config
+from relay_kernels import KERNELS
+from titan_relay.config import ConfigError, load_config, with_settings
+from titan_relay.config.fields import choices_of
+from titan_relay.config.schema_relay import RelayKeys
 from titan_relay.titan.preflight.device import check_device
 from titan_relay.titan.preflight.summary import summary_lines
 from titan_relay.titan.train.relay_setup import (
@@ -31,6 +36,27 @@ def load(*arguments):
 def test_keys_become_options(arguments, kernels, deterministic):
     options = relay_options(load(*arguments).config)
     assert (options.kernels, options.deterministic) == (kernels, deterministic)
+
+
+@pytest.mark.parametrize("key", [each.name for each in fields(RelayKeys)])
+def test_every_key_reaches_the_layers(key):
+    other = {
+        "circulate": "tokens",
+        "max_imbalance": 1.5,
+        "num_slices": 3,
+        "max_rows_per_step": 7,
+        "max_tokens_per_rank": 9999,
+        "grad_dtype": "bfloat16",
+        "kernels": "torch",
+        "deterministic": True,
+    }[key]
+    run = load().config
+    run = with_settings(run, {"relay.circulate": "auto", f"relay.{key}": other})
+    assert getattr(relay_options(run), key) == other
+
+
+def test_kernels_have_the_same_names_in_runs_and_in_relay_kernels():
+    assert choices_of(get_type_hints(RelayKeys)["kernels"]) == KERNELS
 
 
 def test_a_limit_to_imbalance_reaches_the_layers_and_the_plan():

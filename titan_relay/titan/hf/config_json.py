@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from titan_relay.config.keys import REQUIRED as NO_DEFAULT
-from titan_relay.config.keys import keys
-from titan_relay.config.schema import ModelConfig
-from titan_relay.config.toml_text import toml_value
+from titan_relay.config.errors import toml_value
+from titan_relay.config.fields import REQUIRED as NO_DEFAULT
+from titan_relay.config.schema import ModelConfig, keys
+from titan_relay.config.toml import dump_tables
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.model.families import FAMILIES
 from titan_relay.titan.model.families.architecture import REQUIRED, Architecture, HfKey
@@ -192,12 +192,15 @@ def value_of(model: ModelConfig, toml: str) -> Any:
 def toml_of(config: Mapping[str, Any]) -> str:
     """The `[model]` sections of a `config.json`, as text; keys at their default are left out."""
     values = model_of(config)
-    sections: dict[str, list[str]] = {}
+    tables: dict[str, Any] = {}
     for path, key in keys().items():
         if not path.startswith("model."):
             continue
         toml = path.removeprefix("model.")
         if toml not in values or (key.default is not NO_DEFAULT and values[toml] == key.default):
             continue
-        sections.setdefault(key.section, []).append(f"{key.name} = {toml_value(values[toml])}")
-    return "\n".join(f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in sections.items())
+        table = tables
+        for name in key.section.split("."):
+            table = table.setdefault(name, {})
+        table[key.name] = values[toml]
+    return dump_tables(tables)

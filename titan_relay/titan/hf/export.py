@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from titan_relay.config.errors import toml_value
 from titan_relay.config.schema import ModelConfig, TokenizerConfig
-from titan_relay.config.toml_text import toml_value
 from titan_relay.titan.hf.config_json import MTP_NAMES, config_of, first_difference, mtp_layers
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.folder import (

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torchtitan.tools.logging import logger
 
+from titan_relay.config.errors import toml_value
 from titan_relay.config.schema import ModelConfig
-from titan_relay.config.toml_text import toml_value
 from titan_relay.titan.hf.check_weights import check_weights
 from titan_relay.titan.hf.config_json import first_difference, mtp_layers
 from titan_relay.titan.hf.dcp import METADATA, PartsWriter, StoredTensor

@@ -11,7 +11,7 @@ from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, degrees_of
 from titan_relay.config.degrees import microbatch_tokens
-from titan_relay.config.schema_model import RelayConfig
+from titan_relay.config.schema_relay import RelayConfig, RelayKeys
 from titan_relay.moe import (
     LayerShape,
     RelayOptions,
@@ -30,17 +30,9 @@ from titan_relay.units import in_mib
 
 def relay_options(run: RunConfig) -> RelayOptions:
     """The options of `[relay]`."""
-    return RelayOptions(
-        circulate=run.relay.circulate,
-        max_imbalance=run.relay.max_imbalance,
-        num_slices=run.relay.num_slices,
-        max_rows_per_step=run.relay.max_rows_per_step,
-        max_tokens_per_rank=run.relay.max_tokens_per_rank,
-        grad_dtype=run.relay.grad_dtype,
-        kernels=run.relay.kernels,
-        deterministic=run.relay.deterministic or run.debug.deterministic,
-        check_finite=run.debug.check_finite,
-    )
+    given = {key.name: getattr(run.relay, key.name) for key in fields(RelayKeys)}
+    given["deterministic"] |= run.debug.deterministic
+    return RelayOptions(**given, check_finite=run.debug.check_finite)
 
 
 @dataclass(frozen=True)

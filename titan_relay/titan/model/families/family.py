@@ -13,8 +13,8 @@ from typing import Any
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_relay.config import RunConfig, Sources
-from titan_relay.config.expectation import either
-from titan_relay.config.keys import keys
+from titan_relay.config.errors import either
+from titan_relay.config.schema import keys
 from titan_relay.titan.model.families.architecture import Architecture
 from titan_relay.titan.model.families.decoder import RelayDecoder
 

@@ -7,14 +7,15 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from titan_relay.config.expectation import either
+from titan_relay.config.errors import Sources, either
 from titan_relay.config.schema import DataConfig, MixtureEntry, RunConfig, TokenizerConfig
-from titan_relay.config.settings import Sources
 from titan_relay.config.suggest import nearest
+from titan_relay.data.documents import DataError
+from titan_relay.data.local_files import SUFFIXES
+from titan_relay.data.splitting import PATTERNS, resolve_pattern
+from titan_relay.data.tokenizer_files import has_rank_file
 
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 _RANK_FILE_SUFFIXES = (".tiktoken", ".model", ".txt", ".bpe")
-PATTERN_NAMES = ("gpt2", "cl100k", "o200k", "llama3", "qwen2")
 
 
 def check_data(config: RunConfig, sources: Sources, *, files: bool) -> None:
@@ -93,8 +94,8 @@ def _check_files(key: str, patterns: Sequence[str], sources: Sources) -> None:
         if not found:
             raise sources.error(key, pattern, _why_nothing(pattern))
         for path in found:
-            if Path(path).suffix not in _SUFFIXES:
-                raise sources.error(key, path, f"must end in {either(list(_SUFFIXES))}")
+            if Path(path).suffix not in SUFFIXES:
+                raise sources.error(key, path, f"must end in {either(SUFFIXES)}")
 
 
 def _why_nothing(pattern: str) -> str:
@@ -148,21 +149,19 @@ def _check_tokenizer(config: RunConfig, sources: Sources) -> None:
 
 def _check_pattern(tokenizer: TokenizerConfig, sources: Sources) -> None:
     """A bare word that is no known name is a typo: as an expression it matches only itself."""
-    pattern = tokenizer.pattern
-    is_word = pattern.replace("_", "").replace("-", "").isalnum()
-    if is_word and pattern not in PATTERN_NAMES:
-        raise sources.error(
-            "tokenizer.pattern",
-            pattern,
-            f"must be {either(list(PATTERN_NAMES))}, or a regular expression",
-        )
+    try:
+        resolve_pattern(tokenizer.pattern)
+    except DataError:
+        known = either(PATTERNS)
+        fix = f"must be {known}, or a regular expression"
+        raise sources.error("tokenizer.pattern", tokenizer.pattern, fix) from None
 
 
 def _check_tokenizer_path(tokenizer: TokenizerConfig, sources: Sources) -> None:
     path = Path(tokenizer.path)
     if not path.exists():
         fix = f"no such file or folder{_similar(path)}"
-    elif tokenizer.kind == "tiktoken" and not (path.is_file() or _has_rank_file(path)):
+    elif tokenizer.kind == "tiktoken" and not (path.is_file() or has_rank_file(path)):
         fix = 'has no tiktoken rank file; name one, or use kind = "huggingface"'
     elif (
         tokenizer.kind == "huggingface"
@@ -173,7 +172,3 @@ def _check_tokenizer_path(tokenizer: TokenizerConfig, sources: Sources) -> None:
     else:
         return
     raise sources.error("tokenizer.path", tokenizer.path, fix)
-
-
-def _has_rank_file(folder: Path) -> bool:
-    return any(each.suffix in _RANK_FILE_SUFFIXES[:2] for each in folder.iterdir())

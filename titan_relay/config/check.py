@@ -1,14 +1,44 @@
-"""Do the keys of model, schedule, recompute, checkpoints and reporting go together?"""
+"""Do the keys of a configuration go together on a given number of ranks?
+
+Each value by itself is already right when a `RunConfig` comes from `load_config`; what is left are
+the rules between keys. Runs on every rank before any process group exists, from numbers and file
+names only, so that all ranks come to the same answer. Rules about data are in
+`titan_relay.data.check`, those of a model's family in its file; `titan_relay.validate` asks all.
+"""
 
 import dataclasses
 import importlib.util
 from pathlib import Path
 
+from titan_relay.config.check_model import check_model
+from titan_relay.config.check_parallelism import check_parallelism
+from titan_relay.config.errors import Sources
 from titan_relay.config.schema import AttentionRetentionConfig, RunConfig
-from titan_relay.config.settings import Sources
 
 
-def check_schedule(config: RunConfig, sources: Sources) -> None:
+def check_keys(
+    config: RunConfig, world_size: int, sources: Sources | str, *, files: bool = True
+) -> None:
+    """Raise `ConfigError`, naming file, key, value and what would be right, or return.
+
+    world_size: ranks of the whole run.
+    sources: `Loaded.sources`, or a name to put in the place of the file.
+    files: also look whether the initial checkpoint exists; False to check a configuration for
+        another machine.
+    """
+    if isinstance(sources, str):
+        sources = Sources(sources)
+    check_model(config, sources)
+    check_parallelism(config, world_size, sources)
+    _check_schedule(config, sources)
+    _check_recompute(config, sources)
+    _check_debug(config, sources)
+    _check_profiler(config, sources)
+    _check_checkpoint(config, sources, files=files)
+    _check_reporting(config, sources)
+
+
+def _check_schedule(config: RunConfig, sources: Sources) -> None:
     """Raise `ConfigError` where training outlasts the learning-rate schedule."""
     total, steps = config.lr_scheduler.total_steps, config.training.steps
     if total is not None and total < steps:
@@ -20,7 +50,7 @@ def check_schedule(config: RunConfig, sources: Sources) -> None:
         )
 
 
-def check_recompute(config: RunConfig, sources: Sources) -> None:
+def _check_recompute(config: RunConfig, sources: Sources) -> None:
     """Raise `ConfigError` for the other dispatcher's section, or a budget nobody spends."""
     _check_who_decides(config, sources)
     _check_retention(config, sources)
@@ -97,7 +127,7 @@ def _check_retention(config: RunConfig, sources: Sources) -> None:
         )
 
 
-def check_debug(config: RunConfig, sources: Sources) -> None:
+def _check_debug(config: RunConfig, sources: Sources) -> None:
     """Raise `ConfigError` for a promise that nothing would keep."""
     if config.relay.deterministic and config.relay.dispatcher != "relay":
         raise sources.error(
@@ -105,11 +135,10 @@ def check_debug(config: RunConfig, sources: Sources) -> None:
             True,
             'needs relay.dispatcher = "relay"; use debug.deterministic',
         )
-    if config.relay.max_imbalance is not None and config.relay.circulate != "auto":
+    if conflict := config.relay.conflict():
+        key, needs = conflict
         raise sources.error(
-            "relay.max_imbalance",
-            config.relay.max_imbalance,
-            'needs relay.circulate = "auto"; leave it out',
+            f"relay.{key}", getattr(config.relay, key), f"needs relay.{needs}; leave it out"
         )
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         raise sources.error(
@@ -117,7 +146,7 @@ def check_debug(config: RunConfig, sources: Sources) -> None:
         )
 
 
-def check_reporting(config: RunConfig, sources: Sources) -> None:
+def _check_reporting(config: RunConfig, sources: Sources) -> None:
     """Raise `ConfigError` for a report whose package is not installed."""
     for key, wanted, package in (
         ("metrics.enable_tensorboard", config.metrics.enable_tensorboard, "tensorboard"),
@@ -129,7 +158,7 @@ def check_reporting(config: RunConfig, sources: Sources) -> None:
             )
 
 
-def check_profiler(config: RunConfig, sources: Sources) -> None:
+def _check_profiler(config: RunConfig, sources: Sources) -> None:
     """Raise `ConfigError` for a profiling cycle too short for its warm-up and recording."""
     profiler = config.profiler
     needed = profiler.profiler_warmup + profiler.profiler_active
@@ -142,7 +171,7 @@ def check_profiler(config: RunConfig, sources: Sources) -> None:
         )
 
 
-def check_checkpoint_keys(config: RunConfig, sources: Sources, *, files: bool) -> None:
+def _check_checkpoint(config: RunConfig, sources: Sources, *, files: bool) -> None:
     """Raise `ConfigError` for checkpoint keys that contradict each other."""
     checkpoint = config.checkpoint
     if not checkpoint.enable:

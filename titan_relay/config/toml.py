@@ -1,21 +1,21 @@
-"""Reading TOML files, with the `base` files that they extend.
+"""TOML as text: files and single values read, with plainer messages; whole configurations written.
 
-Every file is checked by itself, so that an error names the file that has it. A byte-order mark at
-the start, which some editors write, is dropped; any encoding other than UTF-8 is refused.
+A byte-order mark at the start of a file, which some editors write, is dropped; any encoding other
+than UTF-8 is refused. TOML has no null: a key that is unset is written, and read back, as the
+string "none".
 """
 
 import codecs
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place
-from titan_relay.config.settings import Setting, read_tables
+from titan_relay.config.errors import ConfigError, Place
+from titan_relay.config.schema import RunConfig
 from titan_relay.config.suggest import nearest
-from titan_relay.config.toml_text import WrittenFloat
 
-_BASE = "base"
 _PLAINER = {
     "Cannot overwrite a value": "this key is already set above; keep one of them",
     "Invalid initial character for a key part": "not a key; a key is a word, such as steps = 5",
@@ -24,32 +24,51 @@ _PLAINER = {
 }
 
 
-def read_file(path: str) -> dict[str, Setting]:
-    """The settings of a file over those of its base files; raises `ConfigError`."""
-    return _read(Path(path), Place(COMMAND_LINE, "--config"), ())
+class WrittenFloat(float):
+    """A float that is shown as it was written, so that a message can say ``1e3``."""
+
+    def __new__(cls, text: str) -> "WrittenFloat":
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
-def _read(path: Path, named_at: Place, chain: tuple[Path, ...]) -> dict[str, Setting]:
-    content = _read_bytes(path, named_at)
-    if any(path.samefile(each) for each in chain):
-        circle = " -> ".join(str(each) for each in (*chain, path))
-        raise named_at.error(str(path), f"extends itself ({circle}); remove one of these bases")
-    tables = _parse(_decode(content, path), path)
-    bases = _base_files(tables.pop(_BASE, []), Place(str(path), _BASE))
-    settings: dict[str, Setting] = {}
-    for index, base in enumerate(bases):
-        place = (
-            Place(str(path), _BASE) if len(bases) == 1 else Place(str(path), f"{_BASE}[{index}]")
-        )
-        settings.update(_read(path.parent / base, place, (*chain, path)))
-    return settings | read_tables(tables, str(path))
+def to_toml(config: RunConfig) -> str:
+    """A file that gives this configuration again; every key is written."""
+    return dump_tables(config.to_dict())
 
 
-def _base_files(raw: Any, place: Place) -> list[str]:
-    names = [raw] if isinstance(raw, str) else raw
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise place.error(raw, "must be the name of a file, or a list of names")
-    return names
+def dump_tables(tables: Mapping[str, Any]) -> str:
+    """Nested dicts, lists and scalars as a file; None is written as "none"."""
+    # Not at the top: the layer reads its declarations in this package, and needs torch alone.
+    import tomli_w
+
+    return tomli_w.dumps(_without_null(tables))
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_null(item) for name, item in value.items()}
+    return "none" if value is None else value
+
+
+def parse_value(text: str) -> Any:
+    """The TOML value that `text` spells, or None where it spells none."""
+    try:
+        parsed = tomllib.loads(f"v = {text}", parse_float=WrittenFloat)
+    except (ValueError, RecursionError):
+        return None
+    return parsed["v"] if list(parsed) == ["v"] else None
+
+
+def read_toml(path: Path, named_at: Place) -> dict[str, Any]:
+    """The tables of one file; raises `ConfigError`, at `named_at` if it cannot be opened."""
+    return _parse(_decode(_read_bytes(path, named_at), path), path)
 
 
 def _read_bytes(path: Path, named_at: Place) -> bytes:

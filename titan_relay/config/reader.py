@@ -1,27 +1,27 @@
 """Strict reading of one value: TOML and command line alike must give exactly the key's type.
 
 Nothing is converted silently, except an integer where a number with a fraction is meant. Wrong
-values come back as a `ConfigError` that says what would be right, in the spelling to use.
+values come back as a `ConfigError` that says what would be right, in the spelling to use; the words
+for types, ranges and defaults serve ``--help`` and the documentation too.
 """
 
 import dataclasses
 import math
-import tomllib
+import typing
 from typing import Any
 
-from titan_relay.config.errors import ConfigError, Place, shown
-from titan_relay.config.expectation import expectation
-from titan_relay.config.keys import (
+from titan_relay.config.errors import ConfigError, Place, either, shown, toml_value
+from titan_relay.config.fields import (
     REQUIRED,
     Key,
+    Rule,
     choices_of,
     fields_of,
     item_of,
     or_word_of,
 )
-from titan_relay.config.option import Rule
 from titan_relay.config.suggest import nearest
-from titan_relay.config.toml_text import WrittenFloat
+from titan_relay.config.toml import parse_value
 
 _NUMBERS = (int, float, bool)
 _LARGEST_INT = 2**63 - 1  # TOML's integers have 64 bits
@@ -32,17 +32,36 @@ def read_value(key: Key, raw: Any, place: Place) -> Any:
     return _read(key.type, key.rule, raw, place)
 
 
+def read_fields(options: Any, owner: str) -> dict[str, Any]:
+    """The fields of a dataclass that a program filled, each read as if a file had said it.
+
+    owner: what to name in the place of the file. Fields that are not declared by `option` are left
+    out. Raises `ConfigError`.
+    """
+    types = typing.get_type_hints(type(options))
+    return {
+        field.name: _read(
+            types[field.name],
+            field.metadata["rule"],
+            getattr(options, field.name),
+            Place(owner, field.name),
+        )
+        for field in dataclasses.fields(options)
+        if "rule" in field.metadata
+    }
+
+
 def _read(annotation: Any, rule: Rule, raw: Any, place: Place) -> Any:
-    either = or_word_of(annotation)
-    if either is not None:
-        if raw == either.word:
-            return either.value
-        if either.inner not in _NUMBERS:
-            return _read(either.inner, rule, raw, place)
+    words = or_word_of(annotation)
+    if words is not None:
+        if raw is words.value or raw == words.word:
+            return words.value
+        if words.inner not in _NUMBERS:
+            return _read(words.inner, rule, raw, place)
         try:
-            return _read(either.inner, rule, raw, place)
+            return _read(words.inner, rule, raw, place)
         except ConfigError:
-            hint = "" if isinstance(raw, str) else _spelling(either.inner, raw)
+            hint = "" if isinstance(raw, str) else _spelling(words.inner, raw)
             raise place.error(raw, f"must be {expectation(annotation, rule)}{hint}") from None
     if choices_of(annotation):
         return _read_choice(annotation, rule, raw, place)
@@ -169,7 +188,7 @@ def _spelling(annotation: Any, raw: Any) -> str:
     if item_of(annotation) is not None and isinstance(raw, str) and raw:
         return f"; write [{shown(raw)}]"
     if annotation in (bool, int, float) and isinstance(raw, str):
-        unquoted = parse_toml_value(raw.lower() if annotation is bool else raw)
+        unquoted = parse_value(raw.lower() if annotation is bool else raw)
         fits = isinstance(unquoted, bool) == (annotation is bool)
         allowed = (int, float) if annotation is float else annotation
         if fits and isinstance(unquoted, allowed):
@@ -177,10 +196,65 @@ def _spelling(annotation: Any, raw: Any) -> str:
     return ""
 
 
-def parse_toml_value(text: str) -> Any:
-    """The TOML value that `text` spells, or None where it spells none."""
-    try:
-        parsed = tomllib.loads(f"v = {text}", parse_float=WrittenFloat)
-    except (ValueError, RecursionError):
-        return None
-    return parsed["v"] if list(parsed) == ["v"] else None
+_NOUNS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+_PLURALS = {int: "integers", float: "numbers", str: "strings"}
+
+
+def expectation(annotation: Any, rule: Rule) -> str:
+    """What a value must be, to follow "must be": "an integer of at least 1 (or -1)"."""
+    words = or_word_of(annotation)
+    if words is not None:
+        return f'{expectation(words.inner, rule)}, or "{words.word}"'
+    if choices_of(annotation):
+        return either([f'"{choice}"' for choice in choices_of(annotation)])
+    if item_of(annotation) is not None:
+        filled = "a list with at least one item, of " if rule.not_empty else "a list of "
+        return filled + _plural(item_of(annotation))
+    if annotation in _NOUNS:
+        filled = " that is not empty" if rule.not_empty else ""
+        return _NOUNS[annotation] + limits(rule) + filled
+    return "a table of names and integers"
+
+
+def limits(rule: Rule) -> str:
+    """A rule's bounds as " of at least 1 and at most 5 (or -1)"; "" without bounds."""
+    bounds = []
+    if rule.at_least is not None:
+        bounds.append(f"of at least {rule.at_least}")
+    if rule.above is not None:
+        bounds.append(f"above {rule.above}")
+    if rule.at_most is not None:
+        bounds.append(f"at most {rule.at_most}")
+    if rule.below is not None:
+        bounds.append(f"below {rule.below}")
+    text = " " + " and ".join(bounds) if bounds else ""
+    return text + "".join(f" (or {value})" for value in rule.also)
+
+
+def short_type(annotation: Any, rule: Rule) -> str:
+    """Type and limits as ``int of at least 1 or none``, ``a | b``, ``list of str``."""
+    words = or_word_of(annotation)
+    if words is not None:
+        return f"{short_type(words.inner, rule)}, or {words.word}"
+    if choices_of(annotation):
+        return " | ".join(choices_of(annotation))
+    if item_of(annotation) is not None:
+        return f"list of {short_type(item_of(annotation), Rule())}"
+    if dataclasses.is_dataclass(annotation):
+        return "tables"
+    if annotation in _NOUNS:
+        return str(annotation.__name__) + limits(rule)
+    return "table of int"
+
+
+def default_text(key: Key) -> str:
+    """A key's default as TOML, or "required"."""
+    return "required" if key.default is REQUIRED else toml_value(key.default)
+
+
+def _plural(annotation: Any) -> str:
+    if choices_of(annotation):
+        return either([f'"{choice}"' for choice in choices_of(annotation)])
+    if item_of(annotation) is not None:
+        return f"lists of {_plural(item_of(annotation))}"
+    return "tables" if dataclasses.is_dataclass(annotation) else _PLURALS[annotation]

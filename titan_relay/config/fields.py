@@ -1,7 +1,9 @@
-"""Every configuration key by its dotted path, derived from the schema's dataclasses.
+"""How a configuration key is declared, and what a declaration says.
 
-The reader, the command line, ``--help`` and the documentation all work from `keys()`, so that
-adding a field to the schema is all it takes to add a key.
+A key is a dataclass field: its type is the annotation, its choices are a ``Literal``, its meaning
+is the string below it, and `option` adds what Python has no notation for: ranges and the name in
+torchtitan. Everything else (the strict reader, the command line, ``--help``, ``docs/config.md``) is
+derived from these, so adding a field to the schema is all it takes to add a key.
 """
 
 import ast
@@ -12,13 +14,44 @@ import itertools
 import textwrap
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from titan_relay.config.option import Rule
-from titan_relay.config.schema import RunConfig
-
 REQUIRED = dataclasses.MISSING
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Limits on one key, checked on every value whatever it came from.
+
+    at_least, at_most: inclusive bounds. above, below: exclusive bounds.
+    also: values accepted although they break the bounds, such as -1 for "all".
+    not_empty: an empty string or list is refused.
+    titan: the torchtitan field this key sets where the name differs from the key's own;
+        "" for a key that torchtitan does not know.
+    """
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+    not_empty: bool = False
+    titan: str | None = None
+
+
+def option(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
+    """A dataclass field holding a `Rule`; without a default the key is required."""
+    metadata = {"rule": Rule(**rule)}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(factory: Callable[[], Any]) -> Any:
+    """A dataclass field holding a sub-table; `factory` makes its default."""
+    return dataclasses.field(default_factory=factory, metadata={"rule": Rule()})
 
 
 @dataclass(frozen=True)
@@ -42,19 +75,25 @@ class Key:
         return self.path.rpartition(".")[0]
 
 
-@functools.cache
-def sections() -> dict[str, type]:
-    """Dataclass of every section by its dotted path; "" is the file's top level."""
-    found: dict[str, type] = {}
-    _collect_sections("", RunConfig, found)
+def sections_of(cls: type, path: str = "") -> dict[str, type]:
+    """Dataclass of every section of `cls` by its dotted path; "" is `cls` itself."""
+    found = {path: cls}
+    for key in fields_of(cls, path):
+        if dataclasses.is_dataclass(key.type):
+            assert isinstance(key.type, type)
+            found |= sections_of(key.type, key.path)
     return found
 
 
-@functools.cache
-def keys() -> dict[str, Key]:
-    """Every key by its dotted path, in the order of the schema."""
+def keys_of(cls: type, path: str = "", defaults: Any = REQUIRED) -> dict[str, Key]:
+    """Every key of `cls` and its sections by its dotted path, in the order of declaration."""
     found: dict[str, Key] = {}
-    _collect_keys("", RunConfig, REQUIRED, found)
+    for key in fields_of(cls, path, defaults):
+        if dataclasses.is_dataclass(key.type):
+            assert isinstance(key.type, type)
+            found |= keys_of(key.type, key.path, key.default)
+        else:
+            found[key.path] = key
     return found
 
 
@@ -119,30 +158,16 @@ def _default(field: Any, defaults: Any) -> Any:
     return field.default
 
 
-def _collect_sections(path: str, cls: type, found: dict[str, type]) -> None:
-    found[path] = cls
-    for key in fields_of(cls, path):
-        if dataclasses.is_dataclass(key.type):
-            assert isinstance(key.type, type)
-            _collect_sections(key.path, key.type, found)
-
-
-def _collect_keys(path: str, cls: type, defaults: Any, found: dict[str, Key]) -> None:
-    for key in fields_of(cls, path, defaults):
-        if dataclasses.is_dataclass(key.type):
-            assert isinstance(key.type, type)
-            _collect_keys(key.path, key.type, key.default, found)
-        else:
-            found[key.path] = key
-
-
 @functools.cache
 def _meanings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass, as one line of text."""
+    """The string below each field of a dataclass and its bases, as one line of text."""
+    found: dict[str, str] = {}
+    for base in cls.__bases__:
+        if dataclasses.is_dataclass(base):
+            found |= _meanings(base)
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     assert isinstance(tree.body[0], ast.ClassDef)
     body = tree.body[0].body
-    found = {}
     for statement, following in itertools.pairwise(body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             assert isinstance(following, ast.Expr), f"{cls.__name__}.{statement.target.id}"
