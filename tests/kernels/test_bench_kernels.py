@@ -26,13 +26,15 @@ by_interpreter = pytest.mark.skipif(
 
 
 def gpu_check(*arguments, cwd=None, **environment):
+    # The script interprets where it should, and compiles where it should.
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         ["bash", str(ROOT / "scripts" / "gpu_check.sh"), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=580,
         cwd=cwd,
-        env={**os.environ, "PYTHON": sys.executable, **environment},
+        env={**inherited, "PYTHON": sys.executable, **environment},
     )
 
 
@@ -189,4 +191,4 @@ def test_the_whole_check_runs_by_the_interpreter(tmp_path):
     report = tmp_path / "report.md"
     done = gpu_check("--interpret", report)
     assert done.returncode == 0, report.read_text()
-    assert report.read_text().count("| ok |") == 5
+    assert "\n5 sections, 0 not ok, " in report.read_text()
