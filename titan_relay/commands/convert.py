@@ -95,22 +95,16 @@ def _convert(args: argparse.Namespace, run: RunConfig) -> None:
     from titan_relay.titan.hf.export import tokenizer_of
     from titan_relay.titan.hf.from_hf import from_hf
     from titan_relay.titan.hf.progress import peak_memory_bytes
-    from titan_relay.titan.hf.to_hf import to_hf
+    from titan_relay.titan.hf.to_hf import ExportOptions, to_hf
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     start = time.monotonic()
     if args.action == "from-hf":
         from_hf(args.hf_dir, run.model, args.out, dtype=dtype, skip=args.skip)
     else:
-        to_hf(
-            args.checkpoint,
-            run.model,
-            args.out,
-            dtype=dtype,
-            assets=args.assets,
-            tokenizer=[] if args.assets else tokenizer_of(run.tokenizer),
-            shard_bytes=int(args.shard_gb * 1e9),
-        )
+        tokenizer = [] if args.assets else tokenizer_of(run.tokenizer)
+        options = ExportOptions(dtype, args.assets, tokenizer, int(args.shard_gb * 1e9))
+        to_hf(args.checkpoint, run.model, args.out, options)
     print(
         f"{args.out}: done in {time.monotonic() - start:.0f} s, "
         f"peak memory {in_gib(peak_memory_bytes())}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,11 @@ from tests.titan.hf.cases import CASES, VOCAB_SIZE, Case
 from tests.titan.hf.folders import QWEN3_TIED, contents, edit_weights, run_of, write_folder
 from titan_relay.cli import main
 from titan_relay.config import RunConfig
-from titan_relay.titan.hf import from_hf as from_hf_module
-from titan_relay.titan.hf.dcp import PartsReader, PartsWriter
+from titan_relay.titan.hf.dcp import PartsReader
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.from_hf import from_hf, open_checked
 from titan_relay.titan.hf.safetensors_file import DTYPES, FileLayout, read_places, read_tensor
-from titan_relay.titan.hf.to_hf import to_hf
+from titan_relay.titan.hf.to_hf import ExportOptions, to_hf
 
 
 @pytest.fixture(scope="module")
@@ -83,61 +83,58 @@ def test_an_export_with_a_config_made_from_toml_computes_the_same(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-class _Killed(BaseException):
+class Killed(BaseException):
     """Stands in for the end of the process."""
 
 
-def test_a_killed_import_goes_on(
-    source: tuple[Path, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def killed_after(num_items: int) -> Callable[[str], None]:
+    """Ends a conversion once so many items are done."""
+    done = []
+
+    def count(name: str) -> None:
+        done.append(name)
+        if len(done) == num_items:
+            raise Killed
+
+    return count
+
+
+def test_a_killed_import_goes_on(source: tuple[Path, RunConfig], tmp_path: Path) -> None:
     folder, run = source
-    monkeypatch.setattr(from_hf_module, "_PART_BYTES", 20_000)
-    from_hf(folder, run.model, tmp_path / "whole")
-    write, written = PartsWriter.write, []
-
-    def counted(self: PartsWriter, index: int) -> str:
-        if len(written) == 4:
-            raise _Killed
-        written.append(index)
-        return write(self, index)
-
-    monkeypatch.setattr(PartsWriter, "write", counted)
-    with pytest.raises(_Killed):
-        from_hf(folder, run.model, tmp_path / "killed")
+    every: list[str] = []
+    from_hf(folder, run.model, tmp_path / "whole", part_bytes=20_000, on_done=every.append)
+    killed = tmp_path / "killed"
+    with pytest.raises(Killed):
+        from_hf(folder, run.model, killed, part_bytes=20_000, on_done=killed_after(4))
     # A torn last line, as of a process that was killed while it wrote it.
-    with (tmp_path / "killed" / ".conversion.jsonl").open("a") as journal:
+    with (killed / ".conversion.jsonl").open("a") as journal:
         journal.write('{"item": "4", "va')
     with pytest.raises(HfError, match="is no complete checkpoint"):
-        PartsReader(tmp_path / "killed")
-    written[:] = [-1] * 5  # so that it is not killed again
-    from_hf(folder, run.model, tmp_path / "killed")
-    assert written[5] == 4
-    assert not (tmp_path / "killed" / ".conversion.jsonl").exists()
-    one, other = PartsReader(tmp_path / "whole"), PartsReader(tmp_path / "killed")
+        PartsReader(killed)
+    left: list[str] = []
+    from_hf(folder, run.model, killed, part_bytes=20_000, on_done=left.append)
+    assert left == every[4:]
+    assert left
+    assert not (killed / ".conversion.jsonl").exists()
+    one, other = PartsReader(tmp_path / "whole"), PartsReader(killed)
     assert one.tensors == other.tensors
     assert all(torch.equal(one.read(name), other.read(name)) for name in one.tensors)
 
 
-def test_a_killed_export_goes_on(
-    source: tuple[Path, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_export_goes_on(source: tuple[Path, RunConfig], tmp_path: Path) -> None:
     folder, run = source
-    from_hf(folder, run.model, tmp_path / "checkpoint")
-    read, names = PartsReader.read, []
-
-    def counted(self: PartsReader, name: str) -> torch.Tensor:
-        names.append(name)
-        if len(names) == 6:
-            raise _Killed
-        return read(self, name)
-
-    monkeypatch.setattr(PartsReader, "read", counted)
-    with pytest.raises(_Killed):
-        to_hf(tmp_path / "checkpoint", run.model, tmp_path / "out")
-    assert not list((tmp_path / "out").glob("*.safetensors"))  # nothing that looks finished
-    to_hf(tmp_path / "checkpoint", run.model, tmp_path / "out")
-    assert names[5] == names[6]  # the sixth again, and none of the first five
-    assert contents(tmp_path / "out") == contents(folder)
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    from_hf(folder, run.model, checkpoint)
+    every: list[str] = []
+    to_hf(checkpoint, run.model, tmp_path / "whole", on_done=every.append)
+    with pytest.raises(Killed):
+        to_hf(checkpoint, run.model, out, on_done=killed_after(5))
+    assert not list(out.glob("*.safetensors"))  # nothing that looks finished
+    left: list[str] = []
+    to_hf(checkpoint, run.model, out, on_done=left.append)
+    assert left == every[5:]
+    assert left
+    assert contents(out) == contents(folder)
 
 
 def test_an_unfinished_conversion_of_something_else_is_refused(
@@ -228,14 +225,9 @@ def test_another_dtype_and_other_file_sizes(source: tuple[Path, RunConfig], tmp_
     folder, run = source
     from_hf(folder, run.model, tmp_path / "checkpoint", dtype=torch.float32)
     shutil.rmtree(tmp_path / "checkpoint" / "hf")
-    to_hf(
-        tmp_path / "checkpoint",
-        run.model,
-        tmp_path / "out",
-        dtype=torch.bfloat16,
-        shard_bytes=60_000,
-        tokenizer=[folder / "tokenizer.json"],
-    )
+    tokenizer = [folder / "tokenizer.json"]
+    options = ExportOptions(dtype=torch.bfloat16, tokenizer=tokenizer, shard_bytes=60_000)
+    to_hf(tmp_path / "checkpoint", run.model, tmp_path / "out", options)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
     assert all(each.stat().st_size < 60_000 + 4096 for each in files)  # and a header

@@ -97,10 +97,11 @@ def test_what_is_kept_is_not_computed_again() -> None:
 
 def block_of(config: Any, level: str, num_tokens: int) -> tuple[Any, Any, torch.Tensor]:
     """A block in bfloat16, the mask and positions of one document, and its input."""
-    model: Any = relay_model(config, (level,)).bfloat16()
+    model: Any = relay_model(config, (level,))
     block = model.layers["0"]
-    cache = block.attention.rope
-    cache.cache = cache._precompute_cache()
+    float32_table = block.attention.rope.cache
+    model.bfloat16()
+    block.attention.rope.cache = float32_table
     positions = torch.arange(num_tokens)[None]
     _, _, positions, mask = prepare_cpu_batch(positions, positions, positions, None, None)
     x = torch.randn(1, num_tokens, config.dim, generator=torch.Generator().manual_seed(0))

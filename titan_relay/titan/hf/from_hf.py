@@ -27,21 +27,30 @@ from titan_relay.titan.hf.folder import (
     tokenizer_files,
 )
 from titan_relay.titan.hf.names import Entry, NameMap
-from titan_relay.titan.hf.progress import Journal, Progress
+from titan_relay.titan.hf.progress import Journal, OnDone, Progress, ignore
 
 ASSETS = "hf"
 JOURNAL = ".conversion.jsonl"
-_PART_BYTES = 256 * 2**20
+PART_BYTES = 256 * 2**20
 
 
 def from_hf(
-    source: Path, model: ModelConfig, out: Path, *, dtype: torch.dtype | None = None, skip: str = ""
+    source: Path,
+    model: ModelConfig,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    skip: str = "",
+    part_bytes: int = PART_BYTES,
+    on_done: OnDone = ignore,
 ) -> None:
     """Convert; goes on where an earlier call with the same arguments was killed.
 
     Args:
         dtype: of the parameters; None keeps the source's.
         skip: a regular expression of tensors to leave out although the model lacks them.
+        part_bytes: about how much is read and written at a time.
+        on_done: told the first tensor of each part once it is on disk.
 
     Raises:
         HfError: source and model do not fit, or `out` cannot be written to.
@@ -50,11 +59,12 @@ def from_hf(
     tensors = _stored_tensors(names, folder, dtype)
     if (out / METADATA).exists():
         raise HfError(f"{out} is a complete checkpoint already; name another folder, or delete it")
-    parts = _parts(tensors)
+    parts = _parts(tensors, part_bytes)
+    num_bytes = sum(each.num_bytes for each in tensors.values())
     work = [[source.name, str(dtype)], folder.fingerprint(), [list(each) for each in parts]]
-    journal = open_journal(out, work, sum(each.num_bytes for each in tensors.values()))
+    journal = open_journal(out, work, num_bytes)
     writer = PartsWriter(out, parts, lambda name: _value(names, folder, name, tensors[name].dtype))
-    progress = Progress("from-hf", len(tensors), sum(each.num_bytes for each in tensors.values()))
+    progress = Progress("from-hf", len(tensors), num_bytes, on_done)
     for index, part in enumerate(parts):
         num_bytes = sum(each.num_bytes for each in part.values())
         if str(index) in journal.done:
@@ -152,12 +162,12 @@ def _value(names: NameMap, folder: HfFolder, name: str, dtype: torch.dtype) -> t
     return names.from_hf(entry, values).contiguous()
 
 
-def _parts(tensors: dict[str, StoredTensor]) -> list[dict[str, StoredTensor]]:
+def _parts(tensors: dict[str, StoredTensor], part_bytes: int) -> list[dict[str, StoredTensor]]:
     """Neighbours together until a part is large enough; a writer holds a part in memory."""
     parts: list[dict[str, StoredTensor]] = [{}]
     size_bytes = 0
     for name, each in tensors.items():
-        if parts[-1] and size_bytes + each.num_bytes > _PART_BYTES:
+        if parts[-1] and size_bytes + each.num_bytes > part_bytes:
             parts.append({})
             size_bytes = 0
         parts[-1][name] = each

@@ -7,6 +7,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,20 @@ from titan_relay.units import GIB, duration_in_words, in_gib
 _SECONDS_BETWEEN_LINES = 2.0
 
 
-class Progress:
-    """Prints a line every two seconds, and one at the end."""
+OnDone = Callable[[str], None]
 
-    def __init__(self, label: str, num_items: int, num_bytes: int) -> None:
+
+def ignore(name: str) -> None:
+    """Does nothing with the name of what is done."""
+
+
+class Progress:
+    """Prints a line every two seconds, and one at the end; tells `on_done` of all that is done."""
+
+    def __init__(
+        self, label: str, num_items: int, num_bytes: int, on_done: OnDone = ignore
+    ) -> None:
+        self._on_done = on_done
         self._label, self._num_items, self._num_bytes = label, num_items, num_bytes
         self._items = self._bytes = self._bytes_before = 0
         self._start = self._last = time.monotonic()
@@ -32,6 +43,7 @@ class Progress:
 
     def advance(self, name: str, num_bytes: int, num_items: int = 1) -> None:
         """Count items that are finished; `name` is that of the first."""
+        self._on_done(name)
         self._items += num_items
         self._bytes += num_bytes
         now = time.monotonic()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,58 +25,73 @@ from titan_relay.titan.hf.export import (
 from titan_relay.titan.hf.folder import INDEX, read_json
 from titan_relay.titan.hf.from_hf import ASSETS, open_journal
 from titan_relay.titan.hf.names import Entry, NameMap
-from titan_relay.titan.hf.progress import Progress
+from titan_relay.titan.hf.progress import OnDone, Progress, ignore
 from titan_relay.titan.hf.safetensors_file import FileLayout, flush_to_disk
 
 _OTHER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 _BIAS = ".expert_bias_E"
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a folder is written.
+
+    dtype: of the parameters; None keeps the checkpoint's.
+    assets: a folder with `config.json` and tokenizer files to copy; None: those that `from_hf` left
+        in the checkpoint, or none.
+    tokenizer: its files, if they are not to be those of `assets`.
+    shard_bytes: the largest file, unless `assets` has an index of the same tensors.
+    """
+
+    dtype: torch.dtype | None = None
+    assets: Path | None = None
+    tokenizer: Sequence[Path] = ()
+    shard_bytes: int = SHARD_BYTES
+
+
+AS_STORED = ExportOptions()
+
+
 def to_hf(
     checkpoint: Path,
     model: ModelConfig,
     out: Path,
+    options: ExportOptions = AS_STORED,
     *,
-    dtype: torch.dtype | None = None,
-    assets: Path | None = None,
-    tokenizer: list[Path] | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    on_done: OnDone = ignore,
 ) -> None:
     """Convert; goes on where an earlier call with the same arguments was killed.
 
     Args:
-        dtype: of the parameters; None keeps the checkpoint's.
-        assets: a folder with `config.json` and tokenizer files to copy; None: those that
-            `from_hf` left in the checkpoint, or none.
-        tokenizer: its files, if they are not to be those of `assets`.
-        shard_bytes: the largest file, unless `assets` has an index of the same tensors.
+        on_done: told each tensor once it is on disk.
 
     Raises:
         HfError: the checkpoint is damaged or of another model, or `out` cannot be written to.
     """
-    reader, names = PartsReader(checkpoint), NameMap(model)
+    reader, names, assets = PartsReader(checkpoint), NameMap(model), options.assets
     check_tensors(names, reader, checkpoint)
-    tensors = _hf_tensors(names, reader, dtype)
+    tensors = _hf_tensors(names, reader, options.dtype)
     if assets is None and (checkpoint / ASSETS).is_dir():
         assets = checkpoint / ASSETS
     weights_dtype = tensors[next(iter(names.hf_shapes))].dtype
     config = exported_config(model, assets, weights_dtype)
     file_of = _source_files(tensors, assets) or shard_files(
-        {name: each.num_bytes for name, each in tensors.items()}, shard_bytes
+        {name: each.num_bytes for name, each in tensors.items()}, options.shard_bytes
     )
     layouts = {
         file: FileLayout((n, t.dtype, t.shape) for n, t in tensors.items() if file_of[n] == file)
         for file in sorted(set(file_of.values()))
     }
     metadata = (checkpoint / ".metadata").stat()
-    work = [str(dtype), metadata.st_size, metadata.st_mtime_ns, sorted(file_of.items())]
+    work = [str(options.dtype), metadata.st_size, metadata.st_mtime_ns, sorted(file_of.items())]
     num_bytes = sum(each.num_bytes for each in layouts.values())
     journal = open_journal(out, work, num_bytes)
     for file, layout in layouts.items():
         if not journal.done or not _unfinished(out / file).exists():
             layout.create(_unfinished(out / file))
     entries = [each for each in names.entries if each.parts and not each.tied]
-    progress = Progress("to-hf", len(entries), sum(each.num_bytes for each in tensors.values()))
+    written_bytes = sum(each.num_bytes for each in tensors.values())
+    progress = Progress("to-hf", len(entries), written_bytes, on_done)
     for entry in entries:
         size_bytes = sum(tensors[name].num_bytes for name in entry.parts)
         if entry.name in journal.done:
@@ -89,7 +106,7 @@ def to_hf(
     for file in layouts:
         _unfinished(out / file).rename(out / file)
     _write_index(out, file_of, tensors, assets)
-    write_assets(out, config, files_to_copy(assets, tokenizer or []))
+    write_assets(out, config, files_to_copy(assets, list(options.tokenizer)))
     journal.remove()
 
 
