@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def keys_of(ids_ptr, row, num_rows, num_experts, rows_per_slice, SLICES: tl.constexpr):
+def row_keys(ids_ptr, row, num_rows, num_experts, rows_per_slice, SLICES: tl.constexpr):
     """The keys of rows; -1 past the last row."""
     expert = tl.load(ids_ptr + row, mask=row < num_rows, other=0)
     is_known = (expert >= 0) & (expert < num_experts)
@@ -37,7 +37,7 @@ def count_keys_kernel(
     """``counts[b, key]``: how many of block ``b``'s rows have the key; ``KEYS`` is a power of 2."""
     block = tl.program_id(0).to(tl.int64)
     row_M = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    key_M = keys_of(ids_ptr, row_M, num_rows, num_experts, rows_per_slice, SLICES)
+    key_M = row_keys(ids_ptr, row_M, num_rows, num_experts, rows_per_slice, SLICES)
     counts = tl.histogram(tl.maximum(key_M, 0), KEYS, mask=key_M >= 0)
     tl.store(counts_ptr + block * KEYS + tl.arange(0, KEYS), counts)
 
@@ -58,11 +58,11 @@ def place_rows_kernel(
     """``rows[begins[b, key] + rank] = row``, rank among the block's rows of the key."""
     block = tl.program_id(0).to(tl.int64)
     row_M = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    key_M = keys_of(ids_ptr, row_M, num_rows, num_experts, rows_per_slice, SLICES)
+    key_M = row_keys(ids_ptr, row_M, num_rows, num_experts, rows_per_slice, SLICES)
     rank_M = tl.zeros((BLOCK_M,), dtype=tl.int32)
     for start in range(0, BLOCK_M, BLOCK_N):
         row_N = block * BLOCK_M + start + tl.arange(0, BLOCK_N)
-        key_N = keys_of(ids_ptr, row_N, num_rows, num_experts, rows_per_slice, SLICES)
+        key_N = row_keys(ids_ptr, row_N, num_rows, num_experts, rows_per_slice, SLICES)
         is_before = (key_N[None, :] == key_M[:, None]) & (row_N[None, :] < row_M[:, None])
         rank_M += tl.sum(is_before.to(tl.int32), 1)
     begin_M = tl.load(begins_ptr + block * KEYS + key_M, mask=key_M >= 0, other=0)
