@@ -1,13 +1,15 @@
 """Shares of a mixture are shares of tokens, in every lane, from the first step on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.data.support import byte_tokenizer, open_reader, write_jsonl
+from titan_relay.config import ConfigError
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
-from titan_relay.data import DataError, num_valid_tokens
+from titan_relay.data import num_valid_tokens
 from titan_relay.data.order import choose_source
 
 
@@ -60,21 +62,28 @@ def test_a_finite_mixture_reads_every_source_to_its_end(tmp_path: Path) -> None:
     assert reader.num_tokens == {"short": 400, "long": 6000}
 
 
-def test_impossible_mixtures_are_refused(tmp_path: Path) -> None:
-    path = str(write_jsonl(tmp_path / "d.jsonl", ["text"]))
-    entry = MixtureEntry(name="a", weight=1.0, files=(path,))
-    cases = [
-        (DataConfig(), "exactly one of dataset, files and mixture"),
-        (DataConfig(files=(path,), mixture=(entry,)), "exactly one of"),
-        (DataConfig(mixture=(entry, entry)), 'names "a" twice'),
-        (DataConfig(mixture=(MixtureEntry(name="b", weight=1.0),)), "either dataset or files"),
-        (DataConfig(mixture=(MixtureEntry(name="b", weight=0.0, files=(path,)),)), "above 0"),
+ENTRY = MixtureEntry(name="a", weight=1.0, files=("d.jsonl",))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(), "no documents; give data.files, data.dataset or data.mixture"),
+        (DataConfig(files=("d.jsonl",), mixture=(ENTRY,)), "data.files is given too"),
+        (DataConfig(mixture=(ENTRY, ENTRY)), 'the name "a" is there twice'),
+        (DataConfig(mixture=(replace(ENTRY, files=()),)), "needs either dataset or files"),
+        (DataConfig(mixture=(replace(ENTRY, weight=0.0),)), 'weight = 0.0 of "a" must be above 0'),
         (
-            DataConfig(mixture=(MixtureEntry(name="b", weight=1.0, files=("none",)),)),
-            'data.mixture "b" files: "none" matches no file',
+            DataConfig(mixture=(replace(ENTRY, files=("none",)),)),
+            'data.mixture "a" files: "none" matches no file',
         ),
-    ]
-    for config, message in cases:
-        with pytest.raises(DataError) as caught:
-            open_reader(config, byte_tokenizer(tmp_path))
-        assert message in str(caught.value)
+    ],
+)
+def test_impossible_mixtures_are_refused(
+    config: DataConfig, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "d.jsonl", ["text"])
+    with pytest.raises(ConfigError) as caught:
+        open_reader(config, byte_tokenizer(tmp_path))
+    assert message in str(caught.value)

@@ -75,23 +75,23 @@ class Key:
         return self.path.rpartition(".")[0]
 
 
-def sections_of(cls: type, path: str = "") -> dict[str, type]:
+def sections_in(cls: type, path: str = "") -> dict[str, type]:
     """Dataclass of every section of `cls` by its dotted path; "" is `cls` itself."""
     found = {path: cls}
     for key in fields_of(cls, path):
         if dataclasses.is_dataclass(key.type):
             assert isinstance(key.type, type)
-            found |= sections_of(key.type, key.path)
+            found |= sections_in(key.type, key.path)
     return found
 
 
-def keys_of(cls: type, path: str = "", defaults: Any = REQUIRED) -> dict[str, Key]:
+def keys_in(cls: type, path: str = "", defaults: Any = REQUIRED) -> dict[str, Key]:
     """Every key of `cls` and its sections by its dotted path, in the order of declaration."""
     found: dict[str, Key] = {}
     for key in fields_of(cls, path, defaults):
         if dataclasses.is_dataclass(key.type):
             assert isinstance(key.type, type)
-            found |= keys_of(key.type, key.path, key.default)
+            found |= keys_in(key.type, key.path, key.default)
         else:
             found[key.path] = key
     return found

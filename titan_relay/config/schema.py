@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from titan_relay.config.fields import Key, keys_of, option, section, sections_of
+from titan_relay.config.fields import Key, keys_in, option, section, sections_in
 from titan_relay.config.schema_data import (
     DataConfig,
     MixtureEntry,
@@ -131,13 +131,13 @@ class RunConfig:
 @functools.cache
 def sections() -> dict[str, type]:
     """Dataclass of every section by its dotted path; "" is the file's top level."""
-    return sections_of(RunConfig)
+    return sections_in(RunConfig)
 
 
 @functools.cache
 def keys() -> dict[str, Key]:
     """Every key by its dotted path, in the order of the schema."""
-    return keys_of(RunConfig)
+    return keys_in(RunConfig)
 
 
 def _plain(value: Any) -> Any:

@@ -20,9 +20,9 @@ _RANK_FILE_SUFFIXES = (".tiktoken", ".model", ".txt", ".bpe")
 
 def check_data(config: RunConfig, sources: Sources, *, files: bool) -> None:
     """Raise `ConfigError` for missing or ambiguous data; look for `files` only if asked to."""
-    _check_documents("data", config.data, sources)
+    check_documents("data", config.data, sources)
     if config.validator.enable:
-        _check_documents("validator.data", config.validator.data, sources)
+        check_documents("validator.data", config.validator.data, sources)
         if config.validator.steps == -1 and config.validator.data.infinite:
             raise sources.error(
                 "validator.data.infinite",
@@ -37,7 +37,8 @@ def check_data(config: RunConfig, sources: Sources, *, files: bool) -> None:
         _check_tokenizer_path(config.tokenizer, sources)
 
 
-def _check_documents(section: str, data: DataConfig, sources: Sources) -> None:
+def check_documents(section: str, data: DataConfig, sources: Sources) -> None:
+    """Raise `ConfigError` unless `section` names its documents in one way, each entry its own."""
     given = [name for name in ("dataset", "files", "mixture") if getattr(data, name)]
     if not given:
         raise sources.error(
@@ -68,6 +69,10 @@ def _check_entry(
     if bool(entry.dataset) == bool(entry.files):
         raise sources.error(
             key, names, f'"{entry.name}" needs either dataset or files, and not both'
+        )
+    if not entry.weight > 0:  # of an entry that a program made; a file's are read so
+        raise sources.error(
+            key, names, f'weight = {entry.weight} of "{entry.name}" must be above 0'
         )
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from titan_relay.config import Sources
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
-from titan_relay.data.documents import DataError, Row, max_bad_in_a_row
+from titan_relay.data.check import check_documents
+from titan_relay.data.documents import Row, max_bad_in_a_row
 from titan_relay.data.hub_stream import STREAM_SIZES, HubStream, StreamSizes
 from titan_relay.data.local_files import LocalDocuments
 from titan_relay.data.order import SeededPermutation
@@ -116,8 +118,10 @@ def build_sources(
         num_tokens: how many tokens a text has, to find out whether a source is usable at all.
 
     Raises:
-        DataError: no or several kinds of source named, files missing, nothing usable in them.
+        ConfigError: no or several kinds of source named.
+        DataError: files missing, nothing usable in them.
     """
+    check_documents("data", config, Sources("the reader"))
     entries = _entries(config)
     total = sum(entry.weight for entry in entries)
     result = []
@@ -146,9 +150,7 @@ def build_sources(
 
 def _entries(config: DataConfig) -> list[MixtureEntry]:
     """The mixture's entries; a single source is a mixture of one, called "data"."""
-    if sum(map(bool, (config.dataset, config.files, config.mixture))) != 1:
-        raise DataError("[data] needs exactly one of dataset, files and mixture")
-    entries = list(config.mixture) or [
+    return list(config.mixture) or [
         MixtureEntry(
             name="data",
             weight=1.0,
@@ -159,12 +161,3 @@ def _entries(config: DataConfig) -> list[MixtureEntry]:
             text_column=config.text_column,
         )
     ]
-    names = [entry.name for entry in entries]
-    for entry in entries:
-        if names.count(entry.name) > 1:
-            raise DataError(f'data.mixture names "{entry.name}" twice; give each entry its name')
-        if bool(entry.dataset) == bool(entry.files):
-            raise DataError(f'data.mixture "{entry.name}" needs either dataset or files')
-        if not entry.weight > 0:
-            raise DataError(f'data.mixture "{entry.name}" weight = {entry.weight} must be above 0')
-    return entries
