@@ -232,6 +232,8 @@ def test_the_report_names_peak_rings_and_verdict(seen: dict[str, Any]) -> None:
     assert seen["lines"][-1].startswith("FITS")
     assert seen["json"]["fits"] is True
     assert seen["json"]["peak_bytes"] == sum(seen["json"]["at_peak_bytes"].values())
+    # Where a microbatch begins and ends, only the trainer can say.
+    assert {"forward input", "optimizer step"} <= seen["json"]["working_bytes"].keys()
 
 
 def test_changes_are_valid_keys_with_their_peaks(seen: dict[str, Any]) -> None:
