@@ -84,7 +84,7 @@ def test_rises_and_curve() -> None:
     memory = recorded_step()
     assert memory.rises["forward attention"] == 130
     assert memory.rises["backward attention"] == memory.rises["backward block"] == 160
-    assert {phase: sum(totals) for phase, totals in memory.highs.items()} == {
+    assert {phase: point.live_bytes for phase, point in memory.highs.items()} == {
         "forward attention 0": 430,
         "backward attention 0": 500,
         "optimizer step": 405,

@@ -12,10 +12,15 @@ not exist until its update; from the second step on it is there all the time. Th
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TypeVar
 
 from titan_relay.measure.ledger import Event, Label
+
+Group = TypeVar("Group")
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -63,14 +68,16 @@ class Owners:
 
 
 @dataclass(frozen=True)
-class StepPeak:
-    """The highest moment of a step."""
+class Point:
+    """One moment of a step: its phase, the operator, and the bytes live of each of CATEGORIES."""
 
-    live_bytes: int
-    event: int
     phase: str
     op: str
     by_category: dict[str, int]
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(self.by_category.values())
 
 
 @dataclass(frozen=True)
@@ -81,29 +88,17 @@ class StepMemory:
         first: the peak of a run's first step. steady: that of every later one.
         rises: for each "direction part" the most that one visit of it rose above where it began;
             "backward block" is a whole layer's backward, recomputation included.
-        highs: the highest moment of each phase of the steady timeline, by category.
+        highs: the highest moment of each phase of the steady timeline.
         host_bytes: host memory that stands in for device memory, at most; in no other figure.
-        curve: the steady timeline, at most `num_points` points.
+        curve: the highest moment of each of about `num_points` stretches of the steady timeline.
     """
 
-    first: StepPeak
-    steady: StepPeak
+    first: Point
+    steady: Point
     rises: dict[str, int]
-    highs: dict[str, tuple[int, ...]] = field(repr=False)
+    highs: dict[str, Point] = field(repr=False)
     host_bytes: int
     curve: tuple[Point, ...] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One moment of the timeline: the highest of a stretch of events."""
-
-    phase: str
-    by_category: tuple[int, ...]  # in the order of CATEGORIES
-
-    @property
-    def live_bytes(self) -> int:
-        return sum(self.by_category)
 
 
 def step_memory(
@@ -115,162 +110,110 @@ def step_memory(
     num_points: int = 800,
 ) -> StepMemory:
     """Read one recorded step, from its first event (what was there already) to its last."""
-    steady = list(_steady(events, owners, _step_start(marks)))
-    first = _Replay(events, events, marks, owners)
-    later = _Replay(steady, events, marks, owners)
+    step = _Step(events, marks, owners)
+    num_events = max(1, (len(events) - step.start) // num_points)  # of a point of the curve
     return StepMemory(
-        first=first.peak(),
-        steady=later.peak(),
-        rises=first.rises(),
-        highs=later.highs(),
+        first=step.highest(lambda _: "first", steady=False)["first"],
+        steady=step.highest(lambda _: "steady")["steady"],
+        rises=step.rises(),
+        highs=step.highest(step.phase_at),
         host_bytes=host_bytes,
-        curve=later.curve(num_points),
+        curve=tuple(step.highest(lambda event: (event - step.start) // num_events).values()),
     )
 
 
-def _step_start(marks: Sequence[Mark]) -> int:
-    return marks[0].first_event
+class _Step:
+    """The events of a recorded step, with the category of every change."""
 
-
-def _steady(events: Sequence[Event], owners: Owners, start: int) -> Iterable[Event]:
-    """The events with the optimizer's state alive from the start."""
-    state_bytes = sum(e.delta_bytes for e in events if e.serial in owners.optimizer)
-    extra_bytes = 0
-    for index, event in enumerate(events):
-        if index == start:
-            extra_bytes = state_bytes
-        if event.serial in owners.optimizer:
-            extra_bytes -= event.delta_bytes if index >= start else 0
-            yield event._replace(delta_bytes=0, live_bytes=event.live_bytes + extra_bytes)
-        else:
-            yield event._replace(live_bytes=event.live_bytes + extra_bytes)
-
-
-class _Replay:
-    """Walks one timeline and knows the category of every change."""
-
-    def __init__(
-        self,
-        timeline: Sequence[Event],
-        events: Sequence[Event],
-        marks: Sequence[Mark],
-        owners: Owners,
-    ) -> None:
-        self._timeline = timeline
-        self._marks = marks
+    def __init__(self, events: Sequence[Event], marks: Sequence[Mark], owners: Owners) -> None:
+        self._events, self._marks = events, marks
         self._starts = [mark.first_event for mark in marks]
-        self._start = _step_start(marks)
-        self._categories = _categories(events, self._phase_at, owners)
-        self._steady_bytes = sum(e.delta_bytes for e in events if e.serial in owners.optimizer)
-        self._is_steady = timeline is not events
+        self.start = self._starts[0]
+        self._categories = self._find_categories(owners)
 
-    def _phase_at(self, event: int) -> str:
+    def phase_at(self, event: int) -> str:
         index = bisect.bisect_right(self._starts, event) - 1
         return self._marks[index].phase if index >= 0 else ""
 
-    def _walk(self) -> Iterable[tuple[int, Event, list[int]]]:
-        totals = [0] * len(CATEGORIES)
-        for index, event in enumerate(self._timeline):
-            totals[self._categories[index]] += event.delta_bytes
-            if index == self._start and self._is_steady:
-                totals[CATEGORIES.index(OPTIMIZER)] += self._steady_bytes
-            yield index, event, totals
+    def highest(
+        self, group_of: Callable[[int], Group], *, steady: bool = True
+    ) -> dict[Group, Point]:
+        """The highest moment of each group of the step's events, by their numbers."""
+        highest_bytes: dict[Group, int] = {}
+        points: dict[Group, Point] = {}
+        for index, totals in self._walk(steady=steady):
+            group, live_bytes = group_of(index), sum(totals.values())
+            if live_bytes > highest_bytes.get(group, -1):
+                highest_bytes[group] = live_bytes
+                op = self._events[index].label.op
+                points[group] = Point(self.phase_at(index), op, dict(totals))
+        return points
 
-    def peak(self) -> StepPeak:
-        best_bytes, best_index, best = -1, 0, [0] * len(CATEGORIES)
-        for index, event, totals in self._walk():
-            if index >= self._start and event.live_bytes > best_bytes:
-                best_bytes, best_index, best = event.live_bytes, index, list(totals)
-        by_category = dict(zip(CATEGORIES, best, strict=True))
-        op = self._timeline[best_index].label.op
-        return StepPeak(best_bytes, best_index, self._phase_at(best_index), op, by_category)
-
-    def highs(self) -> dict[str, tuple[int, ...]]:
-        highest: dict[str, int] = {}
-        highs: dict[str, tuple[int, ...]] = {}
-        for index, event, totals in self._walk():
-            phase = self._phase_at(index)
-            if index >= self._start and event.live_bytes > highest.get(phase, -1):
-                highest[phase], highs[phase] = event.live_bytes, tuple(totals)
-        return highs
+    def _walk(self, *, steady: bool) -> Iterator[tuple[int, dict[str, int]]]:
+        """Each event's number and the totals after it, on the first or on the steady timeline."""
+        changes = list(zip(self._categories, self._events, strict=True))
+        totals = dict.fromkeys(CATEGORIES, 0)
+        if steady:
+            totals[OPTIMIZER] = sum(e.delta_bytes for name, e in changes if name == OPTIMIZER)
+        for index, (category, event) in enumerate(changes):
+            if not (steady and category == OPTIMIZER):
+                totals[category] += event.delta_bytes
+            if index >= self.start:
+                yield index, totals
 
     def rises(self) -> dict[str, int]:
         rises: dict[str, int] = {}
-        for visits in (_visits(self._marks), _block_visits(self._marks)):
-            for name, first, last in visits:
-                end = len(self._timeline) if last is None else last
-                if first >= end:
-                    continue
-                before = self._timeline[first - 1].live_bytes if first else 0
-                highest = max(event.live_bytes for event in self._timeline[first:end])
-                rises[name] = max(rises.get(name, 0), highest - before)
+        for visit_of in (_visit, _block_visit):
+            visits = itertools.groupby(
+                [(visit_of(mark.phase), mark.first_event) for mark in self._marks], itemgetter(0)
+            )
+            begins = [(name, next(group)[1]) for (name, _), group in visits]
+            ends = [first for _, first in begins[1:]] + [len(self._events)]
+            for (name, first), end in zip(begins, ends, strict=True):
+                if name and first < end:
+                    before = self._events[first - 1].live_bytes if first else 0
+                    highest = max(event.live_bytes for event in self._events[first:end])
+                    rises[name] = max(rises.get(name, 0), highest - before)
         return rises
 
-    def curve(self, num_points: int) -> tuple[Point, ...]:
-        stretch = max(1, (len(self._timeline) - self._start) // num_points)
-        points: list[Point] = []
-        highest = -1
-        for index, event, totals in self._walk():
-            if index < self._start:
+    def _find_categories(self, owners: Owners) -> list[str]:
+        """The category of every event, by the storage's owner or its life."""
+        known = {
+            PARAMETERS: owners.parameters,
+            OPTIMIZER: owners.optimizer,
+            GRADIENTS: owners.gradients,
+            BLOCK_INPUTS: owners.block_inputs,
+        }
+        by_serial = {serial: name for name, serials in known.items() for serial in serials}
+        categories = [OTHER] * len(self._events)
+        deaths: dict[int, int] = {}  # by serial, the one that is next
+        for index in reversed(range(len(self._events))):
+            event = self._events[index]
+            if event.delta_bytes < 0:
+                deaths[event.serial] = index
                 continue
-            if (index - self._start) % stretch == 0:
-                points.append(Point("", ()))
-                highest = -1
-            if event.live_bytes > highest:
-                highest = event.live_bytes
-                points[-1] = Point(self._phase_at(index), tuple(totals))
-        return tuple(points)
+            death = deaths.pop(event.serial, None)
+            phase_of_death = "" if death is None else self.phase_at(death)
+            name = by_serial.get(event.serial) or _by_life(event.label, phase_of_death)
+            categories[index] = name
+            if death is not None:
+                categories[death] = name
+        return categories
 
 
-def _visits(marks: Sequence[Mark]) -> Iterable[tuple[str, int, int | None]]:
-    """Each phase's "direction part", first event and the event after its last."""
-    for index, mark in enumerate(marks):
-        last = marks[index + 1].first_event if index + 1 < len(marks) else None
-        yield " ".join(mark.phase.split()[:2]), mark.first_event, last
+def _visit(phase: str) -> tuple[str, str]:
+    """A phase's "direction part", and what tells it from the next."""
+    return " ".join(phase.split()[:2]), phase
 
 
-def _block_visits(marks: Sequence[Mark]) -> Iterable[tuple[str, int, int | None]]:
-    """Each stretch of backward that belongs to one layer."""
-    layer, first = "", 0
-    for mark in marks:
-        direction, *_, here = mark.phase.split()
-        here = here if direction in _IN_BACKWARD and here.isdigit() else ""
-        if here != layer:
-            if layer:
-                yield "backward block", first, mark.first_event
-            layer, first = here, mark.first_event
+def _block_visit(phase: str) -> tuple[str, str]:
+    """As `_visit` for stretches of backward that belong to one layer; two empty ones elsewhere."""
+    direction, *_, layer = phase.split()
+    is_block = direction in _IN_BACKWARD and layer.isdigit()
+    return ("backward block", layer) if is_block else ("", "")
 
 
-def _categories(events: Sequence[Event], phase_at: object, owners: Owners) -> list[int]:
-    """The category of every event, by the storage's owner or its life."""
-    known = {
-        PARAMETERS: owners.parameters,
-        OPTIMIZER: owners.optimizer,
-        GRADIENTS: owners.gradients,
-        BLOCK_INPUTS: owners.block_inputs,
-    }
-    by_serial = {serial: name for name, serials in known.items() for serial in serials}
-    categories = [0] * len(events)
-    open_events: dict[int, int] = {}
-    lives: list[tuple[int, int | None]] = []
-    for index, event in enumerate(events):
-        if event.delta_bytes > 0:
-            open_events[event.serial] = index
-        else:
-            lives.append((open_events.pop(event.serial), index))
-    lives += [(birth, None) for birth in open_events.values()]
-    for birth, death in lives:
-        event = events[birth]
-        name = by_serial.get(event.serial)
-        if name is None:
-            name = _by_life(event.label, None if death is None else phase_at(death))  # type: ignore[operator]
-        categories[birth] = CATEGORIES.index(name)
-        if death is not None:
-            categories[death] = categories[birth]
-    return categories
-
-
-def _by_life(label: Label, phase_of_death: str | None) -> str:
+def _by_life(label: Label, phase_of_death: str) -> str:
     """What a storage is for: where it was made, and whether backward still needed it."""
     direction, _, rest = label.phase.partition(" ")
     part = rest.split(" ")[0]
@@ -278,8 +221,7 @@ def _by_life(label: Label, phase_of_death: str | None) -> str:
         return FSDP
     if part == "loss":
         return LOSS
-    outlives_forward = phase_of_death is not None and phase_of_death.split(" ")[0] in _IN_BACKWARD
-    kept = direction == "forward" and outlives_forward
+    kept = direction == "forward" and phase_of_death.split(" ")[0] in _IN_BACKWARD
     if part == "attention":
         return KEPT_ATTENTION if kept else ATTENTION
     if part in ("experts", "dense", "shared"):

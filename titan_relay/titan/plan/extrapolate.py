@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from titan_relay.config import RunConfig
 from titan_relay.measure.devices import Device
-from titan_relay.measure.step_memory import CATEGORIES
+from titan_relay.measure.step_memory import Point
 from titan_relay.titan.plan.dry_run import dry_run
 from titan_relay.units import GIB
 
 _BACK = 1  # blocks at the end that prefetching treats differently from those between
 
-Bytes = tuple[int, ...]  # by category
+Bytes = Mapping[str, int]  # by category
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Moment:
     """
 
     place: str
-    by_category: dict[str, int]
+    by_category: Bytes
     host_bytes: int
 
     @property
@@ -65,8 +65,8 @@ def peak_of(
 
 
 def _highest(highs: Mapping[str, Bytes], host_bytes: int) -> Moment:
-    place = max(highs, key=lambda each: sum(highs[each]))
-    return Moment(place, dict(zip(CATEGORIES, highs[place], strict=True)), host_bytes)
+    place = max(highs, key=lambda each: sum(highs[each].values()))
+    return Moment(place, highs[place], host_bytes)
 
 
 def _front(run: RunConfig) -> int:
@@ -84,12 +84,11 @@ def _can_extrapolate(run: RunConfig, shallow: int) -> bool:
     return alike and one_stage and run.model.num_layers > 2 * shallow + 1
 
 
-def _by_place(phases: Mapping[str, Bytes], num_layers: int, front: int) -> dict[str, Bytes]:
+def _by_place(phases: Mapping[str, Point], num_layers: int, front: int) -> dict[str, Bytes]:
     """The highest moment of each phase by place."""
     highs: dict[str, Bytes] = {}
-    for phase, here in phases.items():
-        place = _place(phase, num_layers, front)
-        highs[place] = max(highs.get(place, here), here, key=sum)
+    for phase, point in sorted(phases.items(), key=lambda item: -item[1].live_bytes):
+        highs.setdefault(_place(phase, num_layers, front), point.by_category)
     return highs
 
 
@@ -109,4 +108,4 @@ def _place(phase: str, num_layers: int, front: int) -> str:
 
 def _line(low: Mapping[str, Bytes], high: Mapping[str, Bytes], place: str, steps: int) -> Bytes:
     start = low.get(place, high[place])
-    return tuple(a + (b - a) * steps for a, b in zip(start, high[place], strict=True))
+    return {name: a + (high[place][name] - a) * steps for name, a in start.items()}

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_relay.measure.step_memory import CATEGORIES, Point
+from titan_relay.measure.step_memory import CATEGORIES, OTHER, Point
 from titan_relay.units import GIB, in_gib
 
 _LEAST_SHARE_WITH_NAME = 0.05  # narrower stretches of the step have no room for theirs
@@ -24,16 +24,13 @@ def draw_step(
 
     figure = Figure(figsize=(10, 4.8), layout="constrained")
     axes = figure.add_subplot(title=title, ylabel="GiB", xlim=(0, len(curve) - 1))
-    shown = [
-        index
-        for index in range(len(CATEGORIES))
-        if any(point.by_category[index] for point in curve)
-    ]
+    colors = {name: f"C{index}" for index, name in enumerate(CATEGORIES)} | {OTHER: "lightgrey"}
+    shown = [name for name in CATEGORIES if any(point.by_category[name] for point in curve)]
     axes.stackplot(
         range(len(curve)),
-        [[point.by_category[index] / GIB for point in curve] for index in shown],
-        labels=[CATEGORIES[index] for index in shown],
-        colors=[f"C{index}" if index < 10 else "lightgrey" for index in shown],
+        [[point.by_category[name] / GIB for point in curve] for name in shown],
+        labels=shown,
+        colors=[colors[name] for name in shown],
     )
     if limit_bytes is not None:
         axes.axhline(limit_bytes / GIB, color="black", linestyle="--", label="usable")
