@@ -1,4 +1,4 @@
-"""The ledger's arithmetic on its own: totals, nested windows, resets, break-downs, replay."""
+"""The ledger's arithmetic on its own: totals, nested windows, resets, break-downs."""
 
 import random
 
@@ -37,7 +37,6 @@ def test_a_reset_inside_a_window_keeps_the_outer_peaks() -> None:
     assert ledger.root.peak.by_label == {A: 100, B: 900}
     ledger.reset()
     assert ledger.root.peak_bytes == 110
-    assert ledger.overall.peak_bytes == 1000
 
 
 def test_a_closed_window_keeps_its_peak_and_ignores_what_follows() -> None:
@@ -49,17 +48,6 @@ def test_a_closed_window_keeps_its_peak_and_ignores_what_follows() -> None:
     assert window.peak_bytes == 5
     assert window.peak.by_label == {A: 5}
     assert ledger.root.peak_bytes == 505
-
-
-def test_replay_leaves_out_the_named_storages() -> None:
-    ledger = Ledger(keep_events=True)
-    ledger.grow(0, 100, A)
-    ledger.grow(1, 40, A)
-    ledger.shrink(1, 40, A)
-    ledger.grow(2, 30, B)
-    assert ledger.replay_peak_without(set()) == 140
-    assert ledger.replay_peak_without({1}) == 130
-    assert ledger.replay_peak_without({0}) == 40
 
 
 def test_random_histories_agree_with_a_slow_recount() -> None:

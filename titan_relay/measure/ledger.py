@@ -8,7 +8,7 @@ if asked, every change in order.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,11 +59,17 @@ class Peak:
 
     def by_phase(self) -> dict[str, int]:
         """Live bytes at the peak by the phase that allocated them, largest first."""
-        return _summed({label: label.phase for label in self.by_label}, self.by_label)
+        return self._summed("phase")
 
     def by_op(self) -> dict[str, int]:
         """Live bytes at the peak by the operator that allocated them, largest first."""
-        return _summed({label: label.op for label in self.by_label}, self.by_label)
+        return self._summed("op")
+
+    def _summed(self, part: str) -> dict[str, int]:
+        sums: Counter[str] = Counter()
+        for label, num_bytes in self.by_label.items():
+            sums[getattr(label, part)] += num_bytes
+        return dict(sums.most_common())
 
 
 class Window:
@@ -74,7 +80,6 @@ class Window:
     def __init__(self, ledger: Ledger, name: str) -> None:
         self._ledger = ledger
         self.name = name
-        self._by_label: dict[Label, int] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -92,17 +97,7 @@ class Window:
     @property
     def peak_bytes(self) -> int:
         """Highest total in this window so far, windows opened within it included."""
-        self._ledger.settle()
-        return self._live_bytes
-
-    def rise(self, live_bytes: int, label: Label) -> None:
-        """Move the peak up; the break-down follows at the next `take_breakdown`."""
-        self._live_bytes = live_bytes
-        self._label = label
-
-    def take_breakdown(self, live_by_label: dict[Label, int]) -> None:
-        """Remember what is live now as what made up the peak."""
-        self._by_label = dict(live_by_label)
+        return self.peak.live_bytes
 
     def absorb(self, inner: Window) -> None:
         """Take over the peak of a window inside this one where it is higher."""
@@ -124,14 +119,8 @@ class Ledger:
         self.live_bytes = 0
         self.live_by_label: dict[Label, int] = {}
         self.events: list[Event] | None = [] if keep_events else None
-        self._overall = Window(self, "(all)")
         self._windows = [Window(self, "(all)")]
         self._rising = False
-
-    @property
-    def overall(self) -> Window:
-        """The whole life of the ledger; no reset touches it."""
-        return self._overall
 
     @property
     def root(self) -> Window:
@@ -159,55 +148,33 @@ class Ledger:
 
     def settle(self) -> None:
         """Bring break-down and outer windows up to date with the innermost window."""
-        if self._rising:
-            self._windows[-1].take_breakdown(self.live_by_label)
-            self._rising = False
+        self._take_breakdown()
         for outer, inner in zip(self._windows[-2::-1], self._windows[:0:-1], strict=True):
             outer.absorb(inner)
-        self._overall.absorb(self._windows[0])
 
     def grow(self, serial: int, num_bytes: int, label: Label) -> None:
         """Count bytes that appeared."""
-        self.live_bytes += num_bytes
-        self.live_by_label[label] = self.live_by_label.get(label, 0) + num_bytes
+        self._change(serial, num_bytes, label)
         innermost = self._windows[-1]
         if self.live_bytes > innermost._live_bytes:
-            innermost.rise(self.live_bytes, label)
+            innermost._live_bytes, innermost._label = self.live_bytes, label
             self._rising = True
-        if self.events is not None:
-            self.events.append(Event(serial, num_bytes, self.live_bytes, label))
 
     def shrink(self, serial: int, num_bytes: int, label: Label) -> None:
         """Count bytes that went away."""
-        if self._rising:
-            self._windows[-1].take_breakdown(self.live_by_label)
-            self._rising = False
-        self.live_bytes -= num_bytes
-        left_bytes = self.live_by_label[label] - num_bytes
-        if left_bytes:
-            self.live_by_label[label] = left_bytes
-        else:
+        self._take_breakdown()
+        self._change(serial, -num_bytes, label)
+        if not self.live_by_label[label]:
             del self.live_by_label[label]
+
+    def _change(self, serial: int, delta_bytes: int, label: Label) -> None:
+        self.live_bytes += delta_bytes
+        self.live_by_label[label] = self.live_by_label.get(label, 0) + delta_bytes
         if self.events is not None:
-            self.events.append(Event(serial, -num_bytes, self.live_bytes, label))
+            self.events.append(Event(serial, delta_bytes, self.live_bytes, label))
 
-    def replay_peak_without(self, serials: Collection[int]) -> int:
-        """The overall peak, had the storages with these serials never been there.
-
-        Exact, since it walks every change in order; needs `keep_events`.
-        """
-        assert self.events is not None, "replaying needs a ledger with keep_events"
-        live_bytes = peak_bytes = 0
-        for event in self.events:
-            if event.serial not in serials:
-                live_bytes += event.delta_bytes
-                peak_bytes = max(peak_bytes, live_bytes)
-        return peak_bytes
-
-
-def _summed(groups: dict[Label, str], by_label: dict[Label, int]) -> dict[str, int]:
-    """Sum `by_label` over equal groups, largest first."""
-    sums: dict[str, int] = {}
-    for label, num_bytes in by_label.items():
-        sums[groups[label]] = sums.get(groups[label], 0) + num_bytes
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+    def _take_breakdown(self) -> None:
+        """If the total has been at a new peak until now, remember what made it up."""
+        if self._rising:
+            self._windows[-1]._by_label = dict(self.live_by_label)
+            self._rising = False

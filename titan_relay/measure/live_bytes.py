@@ -115,7 +115,6 @@ class LiveBytes(TorchDispatchMode):
         self._num_storages = 0
         self._phase = _OUTSIDE_PHASES
         self._enclosing_ops = ""
-        self._phase_peaks: dict[str, Peak] = {}
         self._num_pauses = 0
         self._hooks = ExitStack()
         # A storage can die on any thread, and also while this thread holds the lock.
@@ -149,27 +148,14 @@ class LiveBytes(TorchDispatchMode):
         return self._host_ledger.root.peak_bytes
 
     @property
-    def overall_peak(self) -> Peak:
-        """The peak since the tracker was made, whatever was reset."""
-        self._ledger.settle()
-        return self._ledger.overall.peak
-
-    @property
-    def phase_peaks(self) -> dict[str, Peak]:
-        """For every phase that has ended, by name, its highest peak."""
-        return dict(self._phase_peaks)
-
-    @property
     def events(self) -> list[Event]:
         """Every change in order (needs `keep_events`)."""
-        self._require_events("events")
-        return list(self._ledger.events or ())
+        return list(self._kept_events("events"))
 
     @property
     def num_events(self) -> int:
         """How many changes there have been (needs `keep_events`)."""
-        self._require_events("num_events")
-        return len(self._ledger.events or ())
+        return len(self._kept_events("num_events"))
 
     def serials_of(self, *owners: Trackable) -> set[int]:
         """Numbers, as in `events`, of the storages of `owners` that are counted and alive."""
@@ -182,8 +168,13 @@ class LiveBytes(TorchDispatchMode):
         For statements such as "the peak, not counting the tensors that become .grad", when these
         can be named only afterwards. The tensors must still be alive.
         """
-        self._require_events("peak_bytes_without")
-        return self._ledger.replay_peak_without(self.serials_of(*owners))
+        serials = self.serials_of(*owners)
+        live_bytes = peak_bytes = 0
+        for event in self._kept_events("peak_bytes_without"):
+            if event.serial not in serials:
+                live_bytes += event.delta_bytes
+                peak_bytes = max(peak_bytes, live_bytes)
+        return peak_bytes
 
     # Steering ---------------------------------------------------------------------------------
 
@@ -207,11 +198,7 @@ class LiveBytes(TorchDispatchMode):
         finally:
             with self._lock:
                 self._phase = outer_name
-                peak = window.peak
                 self._ledger.close(window)
-                known = self._phase_peaks.get(name)
-                if known is None or peak.live_bytes > known.live_bytes:
-                    self._phase_peaks[name] = peak
 
     def name_phase(self, name: str) -> None:
         """Let allocations from now on carry this phase's name, without a peak of its own."""
@@ -263,11 +250,8 @@ class LiveBytes(TorchDispatchMode):
             outputs = self._run_looking_inside(func, traits.name, args, kwargs)
         else:
             outputs = func(*args, **kwargs)
-        if isinstance(outputs, torch.Tensor):
-            self._see_output(outputs, traits, args, kwargs, empty_inputs)
-        elif outputs is not None:
-            for output in tensors_in(outputs):
-                self._see_output(output, traits, args, kwargs, empty_inputs)
+        for output in tensors_in(outputs):
+            self._see_output(output, traits, args, kwargs, empty_inputs)
         for storage in targets:
             self._see_resized(storage, traits.name)
         return outputs
@@ -381,6 +365,7 @@ class LiveBytes(TorchDispatchMode):
                 if self._counts(tensor):
                     yield tensor.untyped_storage()
 
-    def _require_events(self, what: str) -> None:
+    def _kept_events(self, what: str) -> list[Event]:
         if self._ledger.events is None:
             raise ValueError(f"LiveBytes.{what} needs LiveBytes(keep_events=True)")
+        return self._ledger.events
