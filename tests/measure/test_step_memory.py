@@ -20,7 +20,7 @@ from titan_relay.measure.step_memory import (
     StepMemory,
     step_memory,
 )
-from titan_relay.titan.plan.alltoall import RoutedLayer
+from titan_relay.titan.plan.alltoall import worst_rows
 from titan_relay.titan.plan.picture import draw_step
 
 _MIB = 2**20
@@ -101,26 +101,19 @@ def test_the_picture_shows_the_limit_and_who_owns_what(tmp_path: Path) -> None:
         assert f"<!-- {text} -->" in file.read_text()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 8])
-def test_expert_parallelism_trades_rows_and_removes_none(num_ranks: int) -> None:
-    layer = RoutedLayer(
-        num_tokens=4096,
-        top_k=8,
-        dim=2048,
-        expert_dim=1024,
-        num_experts=128,
-        num_ranks=num_ranks,
-        itemsize=2,
-    )
-    rows = layer.balanced_rows
-    assert layer.dispatched_bytes(rows) == 128 * _MIB
-    assert layer.intermediate_bytes(rows) == 192 * _MIB
-    assert layer.worst_rows == num_ranks * rows
-
-
-def test_few_local_experts_bound_the_worst_routing() -> None:
-    # 2 experts a rank: a token of top-8 can bring a rank no more than 2 rows.
-    assert RoutedLayer(10, 8, 1, 1, 8, 4, 2).worst_rows == 4 * 10 * 2
+@pytest.mark.parametrize(
+    ("num_rows", "num_ranks", "num_local", "worst"),
+    [
+        (4096 * 8, 1, 128, 4096 * 8),
+        (4096 * 8, 8, 16, 8 * 4096 * 8),
+        # 2 experts a rank: a token of top-8 can bring a rank no more than 2 rows.
+        (10 * 8, 4, 2, 4 * 10 * 2),
+    ],
+)
+def test_the_worst_routing_sends_every_token_here(
+    num_rows: int, num_ranks: int, num_local: int, worst: int
+) -> None:
+    assert worst_rows(num_rows, num_ranks, top_k=8, num_local=num_local) == worst
 
 
 def test_devices_by_name_and_by_size() -> None:

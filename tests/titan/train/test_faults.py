@@ -112,8 +112,9 @@ def traffic(folder: Path, circulate: str) -> dict[str, float]:
     trainer.close()
     plan = expected_relay(trainer.config.run, 4)
     assert plan is not None
-    assert plan.forward.circulate == plan.backward.circulate == circulate
-    planned = sum(getattr(each, f"{circulate}_bytes") for each in (plan.forward, plan.backward))
+    traffics = [traffic for traffic, _ in plan.directions.values()]
+    assert [traffic.circulate for traffic in traffics] == [circulate] * 2
+    planned = sum(getattr(each, f"{circulate}_bytes") for each in traffics)
     return {
         "sent": logger.curves["relay/bytes_sent"],
         "planned": planned * trainer.config.run.model.num_layers,

@@ -66,13 +66,14 @@ def test_a_limit_to_imbalance_reaches_the_layers_and_the_plan():
     assert relay_options(run).max_imbalance == 1.25
     plan = expected_relay(run, 4, for_cpu=True)
     assert plan is not None
-    assert plan.forward.circulate == "tokens"
-    assert plan.may_turn(plan.forward)
+    forward, _ = plan.directions["forward"]
+    assert forward.circulate == "tokens"
+    assert plan.may_turn(forward)
     words = "tokens circulate (experts, where the routing would let a rank compute more than 1.25 "
     assert words in plan.lines()[0]
     without = expected_relay(load(*few).config, 4, for_cpu=True)
     assert without is not None
-    assert not without.may_turn(without.forward)
+    assert not without.may_turn(without.directions["forward"][0])
     assert "(experts" not in without.lines()[0]
 
 

@@ -1,4 +1,4 @@
-"""What the all-to-all makes of a layer's tokens: rows that it brings a rank, and their bytes.
+"""What the all-to-all makes of a layer's tokens: the rows that it brings a rank.
 
 Skew says how uneven that is: rows that a rank receives, as a multiple of what it would under
 balanced routing. `math.inf` stands for the worst case: every token of every rank chooses as many of
@@ -13,45 +13,6 @@ from typing import Any
 import torch
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
-
-
-@dataclass(frozen=True)
-class RoutedLayer:
-    """One mixture-of-experts layer on one rank.
-
-    num_tokens: tokens of this rank. num_ranks: of expert parallelism. itemsize: bytes per element.
-    """
-
-    num_tokens: int
-    top_k: int
-    dim: int
-    expert_dim: int
-    num_experts: int
-    num_ranks: int
-    itemsize: int
-
-    @property
-    def balanced_rows(self) -> int:
-        """Rows that reach this rank's experts from a balanced router."""
-        return self.num_tokens * self.top_k
-
-    @property
-    def worst_rows(self) -> int:
-        """Rows that reach them if all ranks' tokens choose this rank's experts first."""
-        return worst_rows(self.balanced_rows, self.num_ranks, self.top_k, self.num_local)
-
-    @property
-    def num_local(self) -> int:
-        """Experts of this rank."""
-        return self.num_experts // self.num_ranks
-
-    def dispatched_bytes(self, num_rows: int) -> int:
-        """The rows themselves, as the experts' input."""
-        return num_rows * self.dim * self.itemsize
-
-    def intermediate_bytes(self, num_rows: int) -> int:
-        """Both up-projections of SwiGLU and their product."""
-        return 3 * num_rows * self.expert_dim * self.itemsize
 
 
 def worst_rows(num_rows: int, num_ranks: int, top_k: int, num_local: int) -> int:

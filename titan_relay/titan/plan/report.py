@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan_relay.config import degrees_of
-from titan_relay.measure.step_memory import CATEGORIES
-from titan_relay.titan.plan.alltoall import RoutedLayer
+from titan_relay.config.degrees import microbatch_tokens
+from titan_relay.titan.plan.alltoall import worst_rows
 from titan_relay.titan.plan.changes import Change
 from titan_relay.titan.plan.plan import RESERVED_SHARE, Plan
-from titan_relay.titan.train.relay_setup import microbatch_tokens
+from titan_relay.titan.train.relay_setup import ExpectedRelay, relay_shape
 from titan_relay.units import MIB, in_words, unit_for
 
 # Parts whose working memory is worth a line, in the order of a step.
@@ -32,7 +32,7 @@ def plan_lines(plan: Plan, changes: Sequence[Change] = ()) -> list[str]:
         *_peak_lines(plan),
         "",
         *_rise_lines(plan),
-        *(["", *_relay_lines(plan)] if plan.relay is not None else []),
+        *(["", *_relay_lines(plan.relay)] if plan.relay is not None else []),
         *(["", *_alltoall_lines(plan)] if plan.run.relay.dispatcher == "alltoall" else []),
         "",
         _worst_line(plan),
@@ -50,7 +50,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "world_size": plan.world_size,
         "rank": plan.rank,
         "seq_len": plan.run.training.seq_len,
-        "tokens_per_rank": microbatch_tokens(plan.run, degrees_of(plan.run, plan.world_size)),
+        "tokens_per_rank": _microbatch_tokens(plan),
         "peak_bytes": plan.peak_bytes,
         "peak_phase": peak.phase,
         "peak_op": peak.op,
@@ -62,64 +62,41 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "at_peak_bytes": peak.by_category,
         "working_bytes": plan.memory.rises,
-        "relay": None if plan.relay is None else _relay_json(plan),
+        "relay": None if plan.relay is None else _relay_json(plan.relay),
     }
 
 
 def _headline(plan: Plan) -> str:
     run, degrees = plan.run, degrees_of(plan.run, plan.world_size)
     layout = ", ".join(
-        f"{name} {degree}"
-        for name, degree in (
-            ("dp_replicate", degrees.dp_replicate),
-            ("dp_shard", degrees.dp_shard),
-            ("cp", degrees.cp),
-            ("tp", degrees.tp),
-            ("pp", degrees.pp),
-            ("ep", degrees.ep),
-        )
-        if degree > 1 or name == "dp_shard"
+        f"{name} {getattr(degrees, name)}"
+        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+        if getattr(degrees, name) > 1 or name == "dp_shard"
     )
     return (
         f"{run.model.family}, {run.model.num_layers} layers, through {run.relay.dispatcher}; "
         f"{plan.world_size} ranks ({layout}) on {plan.device.name}; rank {plan.rank} computes "
-        f"{microbatch_tokens(run, degrees):,} tokens at a time of sequences of "
+        f"{_microbatch_tokens(plan):,} tokens at a time of sequences of "
         f"{run.training.seq_len:,}"
     )
 
 
 def _peak_lines(plan: Plan) -> list[str]:
     peak = plan.memory.steady
-    rows = [(name, peak.by_category[name]) for name in CATEGORIES if peak.by_category[name]]
-    rows += [("peak", peak.live_bytes)]
-    unit, name_of_unit = _unit(plan)
-    lines = [f"{'live at the peak':<28} {name_of_unit:>9}"]
-    lines += [f"  {name:<26} {num_bytes / unit:9.2f}" for name, num_bytes in rows]
-    first = plan.start.first.live_bytes
-    return [
-        *lines,
+    rows = {name: num_bytes for name, num_bytes in peak.by_category.items() if num_bytes}
+    lines = [
+        *_bytes_table(plan, "live at the peak", rows | {"peak": peak.live_bytes}),
         f"The peak is in {when(peak.phase)}. Step 1, before the optimizer has its state, "
-        f"peaks at {first / unit:.2f} {name_of_unit}.",
-        *(_settling_line(plan) if plan.start is not plan.memory else []),
-        *(_host_line(plan) if plan.memory.host_bytes else []),
+        f"peaks at {_words(plan, plan.start.first.live_bytes)}.",
     ]
-
-
-def _settling_line(plan: Plan) -> list[str]:
-    unit, name_of_unit = _unit(plan)
-    start = plan.start.steady.live_bytes / unit
-    return [
-        "The first two steps, after which [attention_retention] decides by what they leave, peak "
-        f"at {start:.2f} {name_of_unit}."
-    ]
-
-
-def _host_line(plan: Plan) -> list[str]:
-    return [f"Block inputs take {in_words(plan.memory.host_bytes)} of host memory."]
-
-
-def _unit(plan: Plan) -> tuple[int, str]:
-    return unit_for(plan.peak_bytes)
+    if plan.start is not plan.memory:
+        lines.append(
+            "The first two steps, after which [attention_retention] decides by what they leave, "
+            f"peak at {_words(plan, plan.start.steady.live_bytes)}."
+        )
+    if plan.memory.host_bytes:
+        lines.append(f"Block inputs take {in_words(plan.memory.host_bytes)} of host memory.")
+    return lines
 
 
 def when(phase: str) -> str:
@@ -133,23 +110,13 @@ def when(phase: str) -> str:
 
 def _rise_lines(plan: Plan) -> list[str]:
     rises = plan.memory.rises
-    unit, name_of_unit = _unit(plan)
-    rows = [(words, rises[name]) for name, words in _PARTS if rises.get(name)]
-    return [
-        f"{'rises above what it finds':<28} {name_of_unit:>9}",
-        *(f"  {words:<26} {num_bytes / unit:9.2f}" for words, num_bytes in rows),
-    ]
+    rows = {words: rises[name] for name, words in _PARTS if rises.get(name)}
+    return _bytes_table(plan, "rises above what it finds", rows)
 
 
-def _relay_lines(plan: Plan) -> list[str]:
-    assert plan.relay is not None
-    relay = plan.relay
-    pairs = [
-        (relay.forward, relay.forward_memory),
-        (relay.backward, relay.backward_memory),
-    ]
-    lines = [f"{'relay, one layer (MiB)':<28} {'forward':>9} {'backward':>9}"]
-    rows: dict[str, list[str]] = {
+def _relay_lines(relay: ExpectedRelay) -> list[str]:
+    pairs = list(relay.directions.values())
+    rows = {
         "circulating": [
             "either" if relay.may_turn(traffic) else str(traffic.circulate) for traffic, _ in pairs
         ],
@@ -161,43 +128,51 @@ def _relay_lines(plan: Plan) -> list[str]:
         "routing": [_mib(memory.routing_bytes) for _, memory in pairs],
         "working memory": [_mib(memory.total_bytes) for _, memory in pairs],
     }
-    return lines + [f"  {name:<26} {one:>9} {two:>9}" for name, (one, two) in rows.items()]
+    return _table("relay, one layer (MiB)", list(relay.directions), rows)
 
 
 def _alltoall_lines(plan: Plan) -> list[str]:
-    layer = routed_layer(plan)
-    rows = (layer.balanced_rows, layer.worst_rows)
+    shape = relay_shape(plan.run, plan.world_size, for_cpu=plan.device.is_cpu)
+    # Not `shape.num_tokens`: `relay.max_tokens_per_rank` is nothing to the all-to-all.
+    balanced = _microbatch_tokens(plan) * shape.top_k
+    worst = worst_rows(balanced, shape.num_ranks, shape.top_k, shape.num_local_experts)
+    rows, itemsize = (balanced, worst), shape.dtype.itemsize
     table = {
         "rows of this rank": [f"{count:,}" for count in rows],
-        "dispatched input (MiB)": [_mib(layer.dispatched_bytes(count)) for count in rows],
-        "SwiGLU, 3 copies (MiB)": [_mib(layer.intermediate_bytes(count)) for count in rows],
+        "dispatched input (MiB)": [_mib(count * shape.dim * itemsize) for count in rows],
+        "SwiGLU, 3 copies (MiB)": [_mib(3 * count * shape.expert_dim * itemsize) for count in rows],
     }
-    head = f"{'all-to-all, one layer':<28} {'balanced':>11} {'worst':>11}"
-    return [head, *(f"  {name:<26} {one:>11} {two:>11}" for name, (one, two) in table.items())]
+    return _table("all-to-all, one layer", ["balanced", "worst"], table, width=11)
 
 
-def routed_layer(plan: Plan) -> RoutedLayer:
-    """One of the plan's layers as the all-to-all sees it."""
-    run, degrees = plan.run, degrees_of(plan.run, plan.world_size)
-    narrow = not plan.device.is_cpu and run.training.mixed_precision_param == "bfloat16"
-    return RoutedLayer(
-        num_tokens=microbatch_tokens(run, degrees),
-        top_k=run.model.moe.top_k,
-        dim=run.model.dim,
-        expert_dim=run.model.moe.expert_dim,
-        num_experts=run.model.moe.num_experts,
-        num_ranks=degrees.ep,
-        itemsize=2 if narrow else 4,
-    )
+def _bytes_table(plan: Plan, head: str, rows: Mapping[str, int]) -> list[str]:
+    unit, name_of_unit = unit_for(plan.peak_bytes)
+    numbers = {name: [f"{num_bytes / unit:.2f}"] for name, num_bytes in rows.items()}
+    return _table(head, [name_of_unit], numbers)
+
+
+def _table(
+    head: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]], width: int = 9
+) -> list[str]:
+    lines = [(f"{head:<28}", columns), *((f"  {name:<26}", row) for name, row in rows.items())]
+    return [" ".join([name, *(f"{cell:>{width}}" for cell in row)]) for name, row in lines]
+
+
+def _words(plan: Plan, num_bytes: int) -> str:
+    """In the unit of the plan's peak, so that all its numbers compare."""
+    unit, name_of_unit = unit_for(plan.peak_bytes)
+    return f"{num_bytes / unit:.2f} {name_of_unit}"
 
 
 def _mib(num_bytes: int, decimals: int = 1) -> str:
     return f"{num_bytes / MIB:.{decimals}f}"
 
 
-def _relay_json(plan: Plan) -> dict[str, Any]:
-    assert plan.relay is not None
-    relay = plan.relay
+def _microbatch_tokens(plan: Plan) -> int:
+    return microbatch_tokens(plan.run, degrees_of(plan.run, plan.world_size))
+
+
+def _relay_json(relay: ExpectedRelay) -> dict[str, Any]:
     return {
         direction: {
             "circulate": traffic.circulate,
@@ -207,18 +182,14 @@ def _relay_json(plan: Plan) -> dict[str, Any]:
             "working_bytes": memory.total_bytes,
             "ring_buffer_bytes": memory.passing_bytes + memory.homeward_bytes,
         }
-        for direction, traffic, memory in (
-            ("forward", relay.forward, relay.forward_memory),
-            ("backward", relay.backward, relay.backward_memory),
-        )
+        for direction, (traffic, memory) in relay.directions.items()
     }
 
 
 def _worst_line(plan: Plan) -> str:
     if plan.worst_bytes is None:
         return "The worst routing was not looked at."
-    unit, name_of_unit = _unit(plan)
-    worst = f"{plan.worst_bytes / unit:.2f} {name_of_unit}"
+    worst = _words(plan, plan.worst_bytes)
     if plan.worst_bytes == plan.peak_bytes:
         return f"The router can do what it likes: at its worst the peak is the same {worst}."
     return (
@@ -228,12 +199,11 @@ def _worst_line(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    unit, name_of_unit = _unit(plan)
-    peak = f"{plan.peak_bytes / unit:.2f}"
+    unit, _ = unit_for(plan.peak_bytes)
     if plan.usable_bytes is None or plan.device.capacity_bytes is None:
-        return f"Needs {peak} {name_of_unit} of tensors."
-    rest = (
-        f"{plan.usable_bytes / unit:.2f} {name_of_unit} "
-        f"({plan.device.capacity_bytes / unit:.2f} less {RESERVED_SHARE:.0%})"
+        return f"Needs {_words(plan, plan.peak_bytes)} of tensors."
+    return (
+        f"{'FITS' if plan.fits else 'DOES NOT FIT'}: {plan.peak_bytes / unit:.2f} of "
+        f"{_words(plan, plan.usable_bytes)} "
+        f"({plan.device.capacity_bytes / unit:.2f} less {RESERVED_SHARE:.0%})."
     )
-    return f"FITS: {peak} of {rest}." if plan.fits else f"DOES NOT FIT: {peak} of {rest}."

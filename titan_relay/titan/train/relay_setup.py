@@ -39,17 +39,14 @@ def relay_options(run: RunConfig) -> RelayOptions:
 class ExpectedRelay:
     """One MoE layer on one rank, for one microbatch: traffic and peak working memory."""
 
-    forward: Traffic
-    backward: Traffic
-    forward_memory: WorkingMemory
-    backward_memory: WorkingMemory
+    directions: dict[str, tuple[Traffic, WorkingMemory]]  # of "forward" and "backward"
     options: RelayOptions
 
     def lines(self) -> list[str]:
         """The same in words, a line a direction."""
         return [
-            self._line("forward", self.forward, self.forward_memory.total_bytes),
-            self._line("backward", self.backward, self.backward_memory.total_bytes),
+            self._line(direction, traffic, memory.total_bytes)
+            for direction, (traffic, memory) in self.directions.items()
         ]
 
     def may_turn(self, traffic: Traffic) -> bool:
@@ -74,7 +71,7 @@ class ExpectedRelay:
         """The same as numbers; `circulates_tokens` is 1 where tokens go round, else 0."""
         return {
             f"relay/expected/{direction}/{name}": value
-            for direction, traffic in (("forward", self.forward), ("backward", self.backward))
+            for direction, (traffic, _) in self.directions.items()
             for name, value in (
                 ("experts_bytes", float(traffic.experts_bytes)),
                 ("tokens_bytes", float(traffic.tokens_bytes)),
@@ -96,11 +93,11 @@ def expected_relay(
     shape, options = relay_shape(run, world_size, for_cpu=for_cpu), relay_options(run)
     device = torch.device("cpu" if for_cpu else "cuda")
     return ExpectedRelay(
-        forward=forward_traffic(shape, options),
-        backward=backward_traffic(shape, options),
-        forward_memory=forward_memory(shape, options, device),
-        backward_memory=backward_memory(shape, options, device),
-        options=options,
+        {
+            "forward": (forward_traffic(shape, options), forward_memory(shape, options, device)),
+            "backward": (backward_traffic(shape, options), backward_memory(shape, options, device)),
+        },
+        options,
     )
 
 
