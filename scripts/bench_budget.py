@@ -29,8 +29,8 @@ from titan_relay.commands.arguments import above_0, at_least_1, parse_with_keys
 from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variant_names
 from titan_relay.config import ConfigError, RunConfig
 from titan_relay.local_ranks import largest, on_ranks, say
+from titan_relay.titan.plan.longest import search_on_ranks
 from titan_relay.titan.plan.measure import measure_steps, small_trainer
-from titan_relay.titan.plan.search import search_on_ranks
 from titan_relay.units import MIB, in_mib
 
 EXIT_USER_ERROR = 2

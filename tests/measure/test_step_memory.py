@@ -16,7 +16,6 @@ from titan_relay.measure.step_memory import (
     OPTIMIZER,
     PARAMETERS,
     Mark,
-    Owners,
     StepMemory,
     step_memory,
 )
@@ -57,7 +56,7 @@ def recorded_step() -> StepMemory:
     change(7, 200, "optimizer step")  # state
     change(8, 5, "optimizer step")
     change(8, -5, "optimizer step")
-    owners = Owners(frozenset({0}), frozenset({7}), frozenset({6}), frozenset({1}))
+    owners = {PARAMETERS: {0}, OPTIMIZER: {7}, GRADIENTS: {6}, BLOCK_INPUTS: {1}}
     return step_memory(events, marks, owners, num_points=1000)
 
 

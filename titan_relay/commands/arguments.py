@@ -45,26 +45,19 @@ def add_run_options(parser: argparse.ArgumentParser, *, device_needed: bool) -> 
 
 def at_least_1(text: str) -> int:
     """An integer of at least 1."""
-    number = _number(int, text, "a whole number")
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return number
+    return _number(int, "a whole number", text, lambda number: number >= 1, "at least 1")
 
 
 def at_least_0(text: str) -> float:
     """A finite number of at least 0."""
-    number = _number(float, text, "a number")
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0")
-    return number
+    words = "a number of at least 0"
+    return _number(float, "a number", text, lambda number: 0 <= number < math.inf, words)
 
 
 def above_0(text: str) -> float:
     """A finite number above 0."""
-    number = _number(float, text, "a number")
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
-    return number
+    words = "a number above 0"
+    return _number(float, "a number", text, lambda number: 0 < number < math.inf, words)
 
 
 def file_to_write(text: str) -> Path:
@@ -122,8 +115,13 @@ def device_of(name: str) -> "Device":
         raise ConfigError(f"--device {name}: {error}") from error
 
 
-def _number(kind: Callable[[str], N], text: str, words: str) -> N:
+def _number(
+    kind: Callable[[str], N], what: str, text: str, allows: Callable[[N], bool], must_be: str
+) -> N:
     try:
-        return kind(text)
+        number = kind(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from error
+    if not allows(number):
+        raise argparse.ArgumentTypeError(f"{text} must be {must_be}")
+    return number

@@ -30,7 +30,7 @@ from titan_relay.config import ConfigError, RunConfig
 from titan_relay.units import MIB, in_words
 
 if TYPE_CHECKING:
-    from titan_relay.titan.plan.search import LongestSequence
+    from titan_relay.titan.plan.longest import LongestSequence
 
 EXIT_NOTHING_FITS = 1
 _BFLOAT16 = 2  # bytes
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     device = None if args.measure else device_of(args.device)
     if device is not None and device.is_cpu:
         raise ConfigError("--device cpu: a CPU has no limit; give a number of GiB")
-    from titan_relay.titan.plan.search import search_plans, search_steps
+    from titan_relay.titan.plan.longest import search_plans, search_steps
 
     if device is None:
         results = search_steps(runs, args.world_size, int(args.budget_mib * MIB))

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from titan_relay.commands.arguments import (
     above_0,
@@ -58,10 +59,9 @@ def main(arguments: Sequence[str]) -> int:
         changes = nearest_changes(run, args.world_size, device, plan.peak_bytes, **about)
     if args.picture:
         title = f"{args.config}, rank {args.rank} of {args.world_size} on {device.name}"
-        draw_step(plan.memory.curve, title, args.picture, plan.usable_bytes)
+        draw_step(plan.memory.curve, title, args.picture, device.usable_bytes)
     if args.json:
-        fields = ("settings", "peak_bytes", "fits")
-        listed = [{name: getattr(change, name) for name in fields} for change in changes]
+        listed = [asdict(change) for change in changes]
         print(json.dumps(plan_json(plan) | {"changes": listed}, indent=2))
     else:
         print("\n".join(plan_lines(plan, changes)))

@@ -20,6 +20,10 @@ _CAPACITY_MIB = {
 CPU = "cpu"
 _NAMES = ", ".join((*_CAPACITY_MIB, CPU))
 
+# What live tensors cannot have of a device: the driver's context, communication buffers, library
+# workspaces, and what an allocator loses between blocks.
+RESERVED_SHARE = 0.08
+
 
 @dataclass(frozen=True)
 class Device:
@@ -32,6 +36,13 @@ class Device:
     def is_cpu(self) -> bool:
         """Whether the run computes as it does on CPU: in float32, in small steps."""
         return self.capacity_bytes is None
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What live tensors may have of it; None where nothing limits them."""
+        if self.capacity_bytes is None:
+            return None
+        return int(self.capacity_bytes * (1 - RESERVED_SHARE))
 
 
 def device_named(name: str) -> Device:

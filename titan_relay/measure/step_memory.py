@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TypeVar
@@ -58,16 +58,6 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Owners:
-    """Serials of the storages whose owner is known from outside, by category."""
-
-    parameters: frozenset[int]
-    optimizer: frozenset[int]
-    gradients: frozenset[int]
-    block_inputs: frozenset[int]
-
-
-@dataclass(frozen=True)
 class Point:
     """One moment of a step: its phase, the operator, and the bytes live of each of CATEGORIES."""
 
@@ -104,12 +94,15 @@ class StepMemory:
 def step_memory(
     events: Sequence[Event],
     marks: Sequence[Mark],
-    owners: Owners,
+    owners: Mapping[str, Collection[int]],
     *,
     host_bytes: int = 0,
     num_points: int = 800,
 ) -> StepMemory:
-    """Read one recorded step, from its first event (what was there already) to its last."""
+    """Read one recorded step, from its first event (what was there already) to its last.
+
+    owners: serials of the storages whose owner is known from outside, by category.
+    """
     step = _Step(events, marks, owners)
     num_events = max(1, (len(events) - step.start) // num_points)  # of a point of the curve
     return StepMemory(
@@ -125,7 +118,12 @@ def step_memory(
 class _Step:
     """The events of a recorded step, with the category of every change."""
 
-    def __init__(self, events: Sequence[Event], marks: Sequence[Mark], owners: Owners) -> None:
+    def __init__(
+        self,
+        events: Sequence[Event],
+        marks: Sequence[Mark],
+        owners: Mapping[str, Collection[int]],
+    ) -> None:
         self._events, self._marks = events, marks
         self._starts = [mark.first_event for mark in marks]
         self.start = self._starts[0]
@@ -176,15 +174,9 @@ class _Step:
                     rises[name] = max(rises.get(name, 0), highest - before)
         return rises
 
-    def _find_categories(self, owners: Owners) -> list[str]:
+    def _find_categories(self, owners: Mapping[str, Collection[int]]) -> list[str]:
         """The category of every event, by the storage's owner or its life."""
-        known = {
-            PARAMETERS: owners.parameters,
-            OPTIMIZER: owners.optimizer,
-            GRADIENTS: owners.gradients,
-            BLOCK_INPUTS: owners.block_inputs,
-        }
-        by_serial = {serial: name for name, serials in known.items() for serial in serials}
+        by_serial = {serial: name for name, serials in owners.items() for serial in serials}
         categories = [OTHER] * len(self._events)
         deaths: dict[int, int] = {}  # by serial, the one that is next
         for index in reversed(range(len(self._events))):

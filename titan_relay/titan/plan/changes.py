@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from titan_relay.config import ConfigError, RunConfig, check_keys, degrees_of, with_settings
 from titan_relay.config.degrees import global_batch_size, loss_chunks
 from titan_relay.measure.devices import Device
 from titan_relay.titan.plan.extrapolate import Moment, peak_of
-from titan_relay.titan.plan.plan import usable_bytes
 from titan_relay.units import in_words
 
 _Proposal = Callable[[RunConfig, int], dict[str, Any]]
+_by_peak = attrgetter("peak_bytes")
 
 _WORTHWHILE = 0.99  # of the peak before
 _MOST_CHANGES = 3
@@ -58,7 +59,7 @@ def nearest_changes(
     Peaks are those of `peak_of`, which extrapolates from few layers; see `dry_run` for `rank` and
     `skew`.
     """
-    limit = usable_bytes(device)
+    limit = device.usable_bytes
     assert limit is not None, "a device without a limit needs no changes"
 
     def peaks(
@@ -72,7 +73,7 @@ def nearest_changes(
             if peak <= below_bytes * _WORTHWHILE:
                 yield Change(settings | proposal, peak, peak <= limit)
 
-    alike = sorted(peaks({}, _PROPOSALS, peak_bytes), key=_peak_of_change)
+    alike = sorted(peaks({}, _PROPOSALS, peak_bytes), key=_by_peak)
     shorter = list(peaks({}, [_half_sequence], peak_bytes))
     singles = [*alike, *shorter]
     if any(change.fits for change in alike):
@@ -81,15 +82,11 @@ def nearest_changes(
     for number in range(1, _MOST_CHANGES + _MOST_HALVINGS):
         proposals = _PROPOSALS if number < _MOST_CHANGES else [_half_sequence]
         more = peaks(best.settings, proposals, best.peak_bytes)
-        best = min(more, key=_peak_of_change, default=best)
+        best = min(more, key=_by_peak, default=best)
         if best.fits:
             break
     known = [change.settings for change in singles]
     return singles if best.settings in ({}, *known) else [*singles, best]
-
-
-def _peak_of_change(change: Change) -> int:
-    return change.peak_bytes
 
 
 def _valid(

@@ -13,10 +13,6 @@ from titan_relay.titan.plan.dry_run import dry_run
 from titan_relay.titan.recompute.choice import run_after_choice
 from titan_relay.titan.train.relay_setup import ExpectedRelay, expected_relay
 
-# What live tensors cannot have of a device: the driver's context, communication buffers, library
-# workspaces, and what an allocator loses between blocks.
-RESERVED_SHARE = 0.08
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,26 +42,15 @@ class Plan:
         return max(_highest(self.memory), _highest(self.start))
 
     @property
-    def usable_bytes(self) -> int | None:
-        """What live tensors may have of the device; None on CPU."""
-        return usable_bytes(self.device)
-
-    @property
     def fits(self) -> bool | None:
-        """Whether the peak is within `usable_bytes`; None on CPU."""
-        return None if self.usable_bytes is None else self.peak_bytes <= self.usable_bytes
+        """Whether the peak is within what the device has for live tensors; None on CPU."""
+        usable_bytes = self.device.usable_bytes
+        return None if usable_bytes is None else self.peak_bytes <= usable_bytes
 
 
 def _highest(memory: StepMemory) -> int:
     """The first step of a run needs less than others, but for what only it does."""
     return max(memory.steady.live_bytes, memory.first.live_bytes)
-
-
-def usable_bytes(device: Device) -> int | None:
-    """What live tensors may have of `device`; None on CPU."""
-    if device.capacity_bytes is None:
-        return None
-    return int(device.capacity_bytes * (1 - RESERVED_SHARE))
 
 
 def plan_run(
@@ -100,8 +85,7 @@ def plan_run(
 def _after_choice(
     run: RunConfig, world_size: int, start: StepMemory, device: Device
 ) -> RunConfig | None:
-    usable = usable_bytes(device)
-    if usable is None or device.capacity_bytes is None:
+    if device.usable_bytes is None or device.capacity_bytes is None:
         return None
     within_margin = device.capacity_bytes * (1 - run.attention_retention.safety_margin)
-    return run_after_choice(run, world_size, start, min(usable, within_margin))
+    return run_after_choice(run, world_size, start, min(device.usable_bytes, within_margin))

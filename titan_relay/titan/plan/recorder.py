@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from titan_relay.measure import LiveBytes
-from titan_relay.measure.step_memory import PARAMETERS, Mark, Owners, StepMemory, step_memory
+from titan_relay.measure.step_memory import (
+    BLOCK_INPUTS,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Mark,
+    StepMemory,
+    step_memory,
+)
 from titan_relay.private_torch import around_fsdp_steps, in_backward
 from titan_relay.titan.train.trainer import RelayTrainer, StepObserver
 
@@ -43,8 +51,9 @@ def record_step(trainer: RelayTrainer, watch: Callable[[str], None] | None = Non
     trainer.step += 1
     with recorder.watching(), trainer.observed(recorder), tracker:
         trainer.train_step(batches)
+    recorder.owners[OPTIMIZER] |= tracker.serials_of(*trainer.optimizers.optimizers)
     return step_memory(
-        tracker.events, recorder.marks, recorder.owners(), host_bytes=tracker.host_peak_bytes
+        tracker.events, recorder.marks, recorder.owners, host_bytes=tracker.host_peak_bytes
     )
 
 
@@ -59,20 +68,13 @@ class _Recorder(StepObserver):
         self._inside: list[str] = []  # forward or recomputed parts that are running
         self._backward = ""  # the part whose backward runs
         self._after_blocks = ""
-        self._parameters = tracker.serials_of(*trainer.model_parts)
-        self._optimizer = tracker.serials_of(*trainer.optimizers.optimizers)
-        self._gradients: set[int] = set()
-        self._block_inputs: set[int] = set()
-
-    def owners(self) -> Owners:
-        return Owners(
-            parameters=frozenset(self._parameters),
-            optimizer=frozenset(
-                self._tracker.serials_of(*self._trainer.optimizers.optimizers) | self._optimizer
-            ),
-            gradients=frozenset(self._gradients),
-            block_inputs=frozenset(self._block_inputs),
-        )
+        # Serials by category, filled as the owners become known.
+        self.owners = {
+            PARAMETERS: tracker.serials_of(*trainer.model_parts),
+            OPTIMIZER: tracker.serials_of(*trainer.optimizers.optimizers),
+            GRADIENTS: set[int](),
+            BLOCK_INPUTS: set[int](),
+        }
 
     def before_microbatch(self) -> None:
         """The batch's own tensors belong to the input."""
@@ -137,7 +139,7 @@ class _Recorder(StepObserver):
     def _enter_block(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self._after_blocks = self._backward = ""
-            self._block_inputs |= self._tracker.serials_of(args[0])
+            self.owners[BLOCK_INPUTS] |= self._tracker.serials_of(args[0])
 
     def _leave_last_block(self, *_: Any) -> None:
         if not in_backward():
@@ -150,9 +152,8 @@ class _Recorder(StepObserver):
 
     def _take_gradients(self, *_: Any) -> None:
         parameters = [p for part in self._trainer.model_parts for p in part.parameters()]
-        self._gradients = self._tracker.serials_of(
-            [p.grad for p in parameters if p.grad is not None]
-        )
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self.owners[GRADIENTS] = self._tracker.serials_of(gradients)
 
     def _mark(self, phase: str) -> None:
         self._tracker.name_phase(phase)

@@ -7,9 +7,10 @@ from typing import Any
 
 from titan_relay.config import degrees_of
 from titan_relay.config.degrees import microbatch_tokens
+from titan_relay.measure.devices import RESERVED_SHARE
 from titan_relay.titan.plan.alltoall import worst_rows
 from titan_relay.titan.plan.changes import Change
-from titan_relay.titan.plan.plan import RESERVED_SHARE, Plan
+from titan_relay.titan.plan.plan import Plan
 from titan_relay.titan.train.relay_setup import ExpectedRelay, relay_shape
 from titan_relay.units import MIB, in_words, unit_for
 
@@ -58,7 +59,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "settling_peak_bytes": plan.start.steady.live_bytes,
         "host_bytes": plan.memory.host_bytes,
         "worst_routing_peak_bytes": plan.worst_bytes,
-        "usable_bytes": plan.usable_bytes,
+        "usable_bytes": plan.device.usable_bytes,
         "fits": plan.fits,
         "at_peak_bytes": peak.by_category,
         "working_bytes": plan.memory.rises,
@@ -200,10 +201,10 @@ def _worst_line(plan: Plan) -> str:
 
 def _verdict(plan: Plan) -> str:
     unit, _ = unit_for(plan.peak_bytes)
-    if plan.usable_bytes is None or plan.device.capacity_bytes is None:
+    usable_bytes, capacity_bytes = plan.device.usable_bytes, plan.device.capacity_bytes
+    if usable_bytes is None or capacity_bytes is None:
         return f"Needs {_words(plan, plan.peak_bytes)} of tensors."
     return (
         f"{'FITS' if plan.fits else 'DOES NOT FIT'}: {plan.peak_bytes / unit:.2f} of "
-        f"{_words(plan, plan.usable_bytes)} "
-        f"({plan.device.capacity_bytes / unit:.2f} less {RESERVED_SHARE:.0%})."
+        f"{_words(plan, usable_bytes)} ({capacity_bytes / unit:.2f} less {RESERVED_SHARE:.0%})."
     )
