@@ -51,7 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     else:
         results = search_plans(runs, args.world_size, device)
     if args.json:
-        print(json.dumps([result.json() for result in results], indent=2))
+        names = ("variant", "max_seq_len", "peak_bytes", "limited_by")
+        rows = [{name: vars(result)[name] for name in names} for result in results]
+        print(json.dumps(rows, indent=2))
     else:
         print(_table(results))
         if args.for_layers:

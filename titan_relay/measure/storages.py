@@ -52,13 +52,11 @@ def tensors_of(owner: Trackable) -> Iterator[torch.Tensor]:
         if owner.is_leaf and owner.grad is not None:
             yield from plain_tensors(owner.grad)
     elif isinstance(owner, nn.Module):
-        for member in (*owner.parameters(), *owner.buffers()):
-            yield from tensors_of(member)
+        yield from tensors_of([*owner.parameters(), *owner.buffers()])
     elif isinstance(owner, Optimizer):
-        yield from tensors_of(dict(enumerate(owner.state.values())))
+        yield from tensors_of(list(owner.state.values()))
     elif isinstance(owner, Mapping):
-        for value in owner.values():
-            yield from tensors_of(value)
+        yield from tensors_of(list(owner.values()))
     elif isinstance(owner, list | tuple | set):
         for value in owner:
             yield from tensors_of(value)

@@ -66,10 +66,12 @@ def nearest_changes(
         settings: dict[str, Any], proposals: Sequence[_Proposal], below_bytes: int
     ) -> Iterator[Change]:
         changed = with_settings(run, settings)
-        for proposal in _valid(changed, proposals, world_size):
-            peak = peak_of(
-                with_settings(changed, proposal), world_size, device, rank=rank, skew=skew
-            ).live_bytes
+        for propose in proposals:
+            proposal = propose(changed, world_size)
+            candidate = with_settings(changed, proposal)
+            if not proposal or not _is_valid(candidate, world_size):
+                continue
+            peak = peak_of(candidate, world_size, device, rank=rank, skew=skew).live_bytes
             if peak <= below_bytes * _WORTHWHILE:
                 yield Change(settings | proposal, peak, peak <= limit)
 
@@ -89,19 +91,12 @@ def nearest_changes(
     return singles if best.settings in ({}, *known) else [*singles, best]
 
 
-def _valid(
-    run: RunConfig, proposals: Sequence[_Proposal], world_size: int
-) -> Iterator[dict[str, Any]]:
-    """The settings that each proposal makes, if they are possible."""
-    for propose in proposals:
-        proposal = propose(run, world_size)
-        if not proposal:
-            continue
-        try:
-            check_keys(with_settings(run, proposal), world_size, "proposal", files=False)
-        except ConfigError:
-            continue
-        yield proposal
+def _is_valid(run: RunConfig, world_size: int) -> bool:
+    try:
+        check_keys(run, world_size, "proposal", files=False)
+    except ConfigError:
+        return False
+    return True
 
 
 def _more_context_parallelism(run: RunConfig, world_size: int) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch.distributed as dist
 
@@ -41,12 +40,6 @@ class LongestSequence:
     peak_bytes: int
     limited_by: str
     bytes_per_token: float = 0.0
-
-    def json(self) -> dict[str, Any]:
-        """What `--json` prints of it."""
-        values = asdict(self)
-        del values["bytes_per_token"]
-        return values
 
 
 def search_plans(
