@@ -1,6 +1,7 @@
 """Do the parallel degrees fit the ranks, the model, the sequence and the batch?"""
 
 import math
+from collections.abc import Iterator
 
 from titan_relay.config.degrees import (
     Degrees,
@@ -11,7 +12,7 @@ from titan_relay.config.degrees import (
     nearest_few,
     sequence_multiple,
 )
-from titan_relay.config.errors import Sources, either
+from titan_relay.config.errors import Refusal, Sources, either
 from titan_relay.config.schema import RunConfig
 from titan_relay.config.schema_model import LossConfig
 
@@ -29,28 +30,30 @@ _TWO_STAGES = ("ZBVZeroBubble", "DualPipeV")
 def check_parallelism(config: RunConfig, world_size: int, sources: Sources) -> None:
     """Raise `ConfigError` for degrees that cannot be laid out."""
     degrees = degrees_of(config, world_size)
-    _check_world(config, degrees, world_size, sources)
-    _check_experts(config, degrees, sources)
-    _check_heads(config, degrees, sources)
-    _check_sequence(config, degrees, sources)
-    _check_batch(config, degrees, sources)
-    _check_loss_chunks(config, degrees, sources)
-    _check_relay_tokens(config, degrees, sources)
-    _check_pipeline(config, sources)
+    sources.refuse(
+        config,
+        _check_world(config, degrees, world_size),
+        _check_experts(config, degrees),
+        _check_heads(config, degrees),
+        _check_sequence(config, degrees),
+        _check_batch(config, degrees),
+        _check_loss_chunks(config, degrees),
+        _check_relay_tokens(config, degrees),
+        _check_pipeline(config),
+    )
 
 
-def _check_world(config: RunConfig, degrees: Degrees, world_size: int, sources: Sources) -> None:
+def _check_world(config: RunConfig, degrees: Degrees, world_size: int) -> Iterator[Refusal]:
     if degrees.world == world_size:
         return
     if config.parallelism.data_parallel_shard_degree == -1:
-        _refuse_left_over(degrees, world_size, sources)
+        yield from _refuse_left_over(degrees, world_size)
     others = degrees.world // degrees.dp_shard
     fixes = [f"start {degrees.world} ranks"]
     if world_size % others == 0:
         fixes.insert(0, f"use {world_size // others} (or -1)")
-    raise sources.error(
+    yield Refusal(
         "parallelism.data_parallel_shard_degree",
-        degrees.dp_shard,
         f"{_product(degrees)} = {degrees.world}, but there {_are(world_size)}; "
         f"{', or '.join(fixes)}{_expert_hint(degrees, world_size)}",
     )
@@ -60,7 +63,7 @@ def _are(num_ranks: int) -> str:
     return f"are {num_ranks} ranks" if num_ranks > 1 else "is 1 rank"
 
 
-def _refuse_left_over(degrees: Degrees, world_size: int, sources: Sources) -> None:
+def _refuse_left_over(degrees: Degrees, world_size: int) -> Iterator[Refusal]:
     """The shard degree is -1 and the other degrees do not divide the ranks."""
     sizes = {axis: getattr(degrees, axis) for axis in _AXES if axis != "dp_shard"}
     others = math.prod(sizes.values())
@@ -72,9 +75,8 @@ def _refuse_left_over(degrees: Degrees, world_size: int, sources: Sources) -> No
     fixes = [f"use {either(nearest_few(sizes[culprit], legal))}"] if legal else []
     fixes.append(f"start a multiple of {others} ranks")
     words = " * ".join(f"{axis} {size}" for axis, size in sizes.items())
-    raise sources.error(
+    yield Refusal(
         f"parallelism.{_AXES[culprit]}",
-        sizes[culprit],
         f"{words} = {others} does not divide the {world_size} ranks; "
         f"{', or '.join(fixes)}{_expert_hint(degrees, world_size)}",
     )
@@ -90,77 +92,69 @@ def _expert_hint(degrees: Degrees, world_size: int) -> str:
     return ""
 
 
-def _check_experts(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
+def _check_experts(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
     ep, region, experts = degrees.ep, degrees.expert_region, config.model.moe.num_experts
     key = "parallelism.expert_parallel_degree"
     legal = either(nearest_few(ep, divisors(math.gcd(region, experts))))
     if region % ep:
-        raise sources.error(
+        yield Refusal(
             key,
-            ep,
             f"must divide dp_shard * cp * tp = {degrees.dp_shard} * {degrees.cp} * {degrees.tp} "
             f"= {region} and model.moe.num_experts = {experts}; use {legal}",
         )
     if experts % ep:
         more = either(multiples_near(experts, ep))
-        raise sources.error(
-            key,
-            ep,
-            f"must divide model.moe.num_experts = {experts}; use {legal}, or {more} experts",
+        yield Refusal(
+            key, f"must divide model.moe.num_experts = {experts}; use {legal}, or {more} experts"
         )
 
 
-def _check_heads(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
+def _check_heads(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
     model, tp = config.model, degrees.tp
     shared = math.gcd(model.num_heads, model.num_kv_heads)
     if shared % tp:
         kv = f" and model.num_kv_heads = {model.num_kv_heads}" if model.num_kv_heads else ""
-        raise sources.error(
+        yield Refusal(
             "parallelism.tensor_parallel_degree",
-            tp,
             f"must divide model.num_heads = {model.num_heads}{kv}; "
             f"use {either(nearest_few(tp, divisors(shared)))}",
         )
 
 
-def _check_sequence(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
+def _check_sequence(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
     seq_len, longest = config.training.seq_len, config.model.max_seq_len
     if seq_len > longest:
-        raise sources.error(
+        yield Refusal(
             "training.seq_len",
-            seq_len,
             f"must be at most model.max_seq_len = {longest}; use {longest} or less, or raise it",
         )
     if degrees.cp > 1 and config.model.attention_backend == "varlen":
-        raise sources.error(
+        yield Refusal(
             "model.attention_backend",
-            "varlen",
             f"cannot be split over context_parallel_degree = {degrees.cp} ranks; "
             'use "flex", or context_parallel_degree = 1',
         )
     unit, reason = sequence_multiple(config, degrees)
     if seq_len % unit:
-        raise sources.error(
+        yield Refusal(
             "training.seq_len",
-            seq_len,
             f"must be a multiple of {reason}; use {either(multiples_near(seq_len, unit))}",
         )
 
 
-def _check_batch(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
+def _check_batch(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
     total, local = config.training.global_batch_size, config.training.local_batch_size
     unit = local * degrees.batch
     if total != -1 and total % unit:
-        raise sources.error(
+        yield Refusal(
             "training.global_batch_size",
-            total,
             f"must be a multiple of local_batch_size * dp_replicate * dp_shard = {local} * "
             f"{degrees.dp_replicate} * {degrees.dp_shard} = {unit}; "
             f"use {either(multiples_near(total, unit))}",
         )
 
 
-def _check_loss_chunks(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
+def _check_loss_chunks(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
     defaults = LossConfig()
     chunked = config.loss.name == "chunked_cross_entropy"
     for key, value, used, needs in (
@@ -173,32 +167,30 @@ def _check_loss_chunks(config: RunConfig, degrees: Degrees, sources: Sources) ->
         ),
     ):
         if not used and value != getattr(defaults, key):
-            raise sources.error(f"loss.{key}", value, f"needs loss.{needs}; leave it out")
+            yield Refusal(f"loss.{key}", f"needs loss.{needs}; leave it out")
     if not chunked or config.loss.num_chunks == "auto":
         return
     local_len = config.training.seq_len // degrees.cp
     if local_len % config.loss.num_chunks:
         legal = nearest_few(config.loss.num_chunks, divisors(local_len), 2)
-        raise sources.error(
+        yield Refusal(
             "loss.num_chunks",
-            config.loss.num_chunks,
             f"must divide seq_len / cp = {config.training.seq_len} / {degrees.cp} = {local_len}; "
             f"use {either(legal)}",
         )
 
 
-def _check_relay_tokens(config: RunConfig, degrees: Degrees, sources: Sources) -> None:
+def _check_relay_tokens(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
     most, tokens = config.relay.max_tokens_per_rank, microbatch_tokens(config, degrees)
     if most is not None and most < tokens:
-        raise sources.error(
+        yield Refusal(
             "relay.max_tokens_per_rank",
-            most,
             f"must be at least the tokens of a microbatch on a rank, {tokens}; "
             "use that, or leave it out",
         )
 
 
-def _check_pipeline(config: RunConfig, sources: Sources) -> None:
+def _check_pipeline(config: RunConfig) -> Iterator[Refusal]:
     """The layers and the batch can be split over pipeline stages, if there are any.
 
     The rules are those of torchtitan 0.3's stage split (``_get_pipeline_metadata`` and
@@ -207,52 +199,49 @@ def _check_pipeline(config: RunConfig, sources: Sources) -> None:
     if config.parallelism.pipeline_parallel_degree == 1:
         return
     if config.model.tie_word_embeddings:
-        raise sources.error(
+        yield Refusal(
             "model.tie_word_embeddings",
-            True,
             "embedding and output head are on different pipeline stages; use false, or "
             "parallelism.pipeline_parallel_degree = 1",
         )
-    _check_microbatches(config, sources)
-    _check_stages(config, sources)
+    yield from _check_microbatches(config)
+    yield from _check_stages(config)
 
 
-def _check_microbatches(config: RunConfig, sources: Sources) -> None:
+def _check_microbatches(config: RunConfig) -> Iterator[Refusal]:
     size, batch = (
         config.parallelism.pipeline_parallel_microbatch_size,
         config.training.local_batch_size,
     )
     if batch % size:
         legal = nearest_few(size, divisors(batch))
-        raise sources.error(
+        yield Refusal(
             "parallelism.pipeline_parallel_microbatch_size",
-            size,
             f"must divide training.local_batch_size = {batch}; use {either(legal)}",
         )
 
 
-def _check_stages(config: RunConfig, sources: Sources) -> None:
+def _check_stages(config: RunConfig) -> Iterator[Refusal]:
     """The schedule can run the stages that were asked for, each with enough layers."""
     asked = config.parallelism
     degree, schedule = asked.pipeline_parallel_degree, asked.pipeline_parallel_schedule
     if asked.module_fqns_per_model_part is not None:
         stages = len(asked.module_fqns_per_model_part)
         if not _fits(stages, degree, schedule):
-            raise sources.error(
+            yield Refusal(
                 "parallelism.module_fqns_per_model_part",
-                asked.module_fqns_per_model_part,
                 f"{_refusal(stages, degree, schedule)}; give {_wanted(degree, schedule)} lists",
             )
-        _check_modules(config, asked.module_fqns_per_model_part, sources)
+        yield from _check_modules(config, asked.module_fqns_per_model_part)
         return
     stages = degree * (1 if schedule in _SINGLE_STAGE else 2)
     if asked.pipeline_parallel_layers_per_stage is not None:
         stages = _stages_of_layers(config, asked.pipeline_parallel_layers_per_stage)
-        _check_layers_per_stage(config, stages, sources)
-    _check_layers(config, stages, sources)
+        yield from _check_layers_per_stage(config, stages)
+    yield from _check_layers(config, stages)
 
 
-def _check_modules(config: RunConfig, parts: tuple[tuple[str, ...], ...], sources: Sources) -> None:
+def _check_modules(config: RunConfig, parts: tuple[tuple[str, ...], ...]) -> Iterator[Refusal]:
     """Every module of the model is in one stage, in the model's order."""
     layers = [f"layers.{index}" for index in range(config.model.num_layers)]
     wanted = ["tok_embeddings", *layers, "norm", "lm_head"]
@@ -266,9 +255,8 @@ def _check_modules(config: RunConfig, parts: tuple[tuple[str, ...], ...], source
         fault = f"leaves out {missing[0]}"
     if unknown:
         fault = f"names {unknown[0]}, which the model does not have"
-    raise sources.error(
+    yield Refusal(
         "parallelism.module_fqns_per_model_part",
-        parts,
         f"{fault}; spread tok_embeddings, layers.0 to {layers[-1]}, norm, lm_head over the lists, "
         "in this order",
     )
@@ -309,7 +297,7 @@ def _weighted_layers(config: RunConfig) -> int:
     )
 
 
-def _check_layers_per_stage(config: RunConfig, stages: int, sources: Sources) -> None:
+def _check_layers_per_stage(config: RunConfig, stages: int) -> Iterator[Refusal]:
     asked = config.parallelism
     degree, schedule = asked.pipeline_parallel_degree, asked.pipeline_parallel_schedule
     value = asked.pipeline_parallel_layers_per_stage
@@ -321,22 +309,20 @@ def _check_layers_per_stage(config: RunConfig, stages: int, sources: Sources) ->
         if _fits(_stages_of_layers(config, each), degree, schedule)
     ]
     near = nearest_few(value, legal, 2)
-    raise sources.error(
+    yield Refusal(
         "parallelism.pipeline_parallel_layers_per_stage",
-        value,
         f"{_refusal(stages, degree, schedule)}; use {either([*near, 'none'])}",
     )
 
 
-def _check_layers(config: RunConfig, stages: int, sources: Sources) -> None:
+def _check_layers(config: RunConfig, stages: int) -> Iterator[Refusal]:
     asked, layers = config.parallelism, config.model.num_layers
     first = asked.pipeline_parallel_first_stage_less_layers
     last = asked.pipeline_parallel_last_stage_less_layers
     per_stage = _weighted_layers(config) // stages
     if per_stage == 0:
-        raise sources.error(
+        yield Refusal(
             "model.num_layers",
-            layers,
             f"is too few for {stages} pipeline stages (degree {asked.pipeline_parallel_degree}, "
             f"schedule {asked.pipeline_parallel_schedule}); use {stages - first - last} or more, "
             "or a lower parallelism.pipeline_parallel_degree",
@@ -345,9 +331,8 @@ def _check_layers(config: RunConfig, stages: int, sources: Sources) -> None:
         if less > per_stage:
             rest = layers + first + last - less
             most = max(each for each in range(less) if each <= (rest + each) // stages)
-            raise sources.error(
+            yield Refusal(
                 f"parallelism.pipeline_parallel_{which}_stage_less_layers",
-                less,
                 f"must be at most the layers of a stage, ({layers} + {first} + {last}) / {stages} "
                 f"= {per_stage}; use {most} or less",
             )

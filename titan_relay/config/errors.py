@@ -6,10 +6,13 @@ A message is one line, ``SOURCE: KEY = VALUE: FIX``, with the value as TOML spel
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 COMMAND_LINE = "command line"
 _LONGEST_VALUE = 100
+_ITS_OWN: Any = object()
 
 
 class ConfigError(ValueError):
@@ -47,6 +50,14 @@ class Setting:
     source: str
 
 
+class Refusal(NamedTuple):
+    """A key that does not go with the others, and the fix; `value` where not the key's own."""
+
+    key: str
+    fix: str
+    value: Any = _ITS_OWN
+
+
 @dataclass(frozen=True)
 class Sources:
     """Where every given key came from; the rest are defaults.
@@ -63,6 +74,14 @@ class Sources:
         option = f"--{key}" if source == COMMAND_LINE else key
         note = "" if key in self.given else " (default)"
         return Place(source, option).error(value, fix, note)
+
+    def refuse(self, config: Any, *checks: Iterable[Refusal]) -> None:
+        """Raise `ConfigError` for the first refusal of `config` that the checks find, or return.
+
+        A check may rely on what earlier refusals rule out: it is not asked for a second one.
+        """
+        for key, fix, value in chain(*checks):
+            raise self.error(key, attrgetter(key)(config) if value is _ITS_OWN else value, fix)
 
 
 def shown(value: Any) -> str:

@@ -7,7 +7,7 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from titan_relay.config.errors import Sources, either
+from titan_relay.config.errors import Refusal, Sources, either
 from titan_relay.config.schema import DataConfig, MixtureEntry, RunConfig, TokenizerConfig
 from titan_relay.config.suggest import nearest
 from titan_relay.data.documents import DataError
@@ -20,60 +20,58 @@ _RANK_FILE_SUFFIXES = (".tiktoken", ".model", ".txt", ".bpe")
 
 def check_data(config: RunConfig, sources: Sources, *, files: bool) -> None:
     """Raise `ConfigError` for missing or ambiguous data; look for `files` only if asked to."""
-    check_documents("data", config.data, sources)
+    sources.refuse(config, _check_data(config, files=files))
+
+
+def _check_data(config: RunConfig, *, files: bool) -> Iterator[Refusal]:
+    yield from check_documents("data", config.data)
     if config.validator.enable:
-        check_documents("validator.data", config.validator.data, sources)
+        yield from check_documents("validator.data", config.validator.data)
         if config.validator.steps == -1 and config.validator.data.infinite:
-            raise sources.error(
+            yield Refusal(
                 "validator.data.infinite",
-                True,
                 "validator.steps = -1 reads all of it, which would never end; use false, or a "
                 "number of validator.steps",
             )
-    _check_tokenizer(config, sources)
+    yield from _check_tokenizer(config)
     if files:
         for key, patterns in _file_keys(config):
-            _check_files(key, patterns, sources)
-        _check_tokenizer_path(config.tokenizer, sources)
+            yield from _check_files(key, patterns)
+        yield from _check_tokenizer_path(config.tokenizer)
 
 
-def check_documents(section: str, data: DataConfig, sources: Sources) -> None:
-    """Raise `ConfigError` unless `section` names its documents in one way, each entry its own."""
+def check_documents(section: str, data: DataConfig) -> Iterator[Refusal]:
+    """Yield a `Refusal` unless `section` names its documents in one way, each entry its own.
+
+    Refusals come with their values: a reader has no more than the section.
+    """
     given = [name for name in ("dataset", "files", "mixture") if getattr(data, name)]
     if not given:
-        raise sources.error(
+        yield Refusal(
             f"{section}.files",
-            list(data.files),
             f"no documents; give {section}.files, {section}.dataset or {section}.mixture",
+            data.files,
         )
     if len(given) > 1:
-        raise sources.error(
+        yield Refusal(
             f"{section}.{given[1]}",
-            _shown(getattr(data, given[1])),
             f"{section}.{given[0]} is given too; give one of them",
+            _shown(getattr(data, given[1])),
         )
     if data.subset and not data.dataset:
-        raise sources.error(f"{section}.subset", data.subset, f"needs {section}.dataset")
+        yield Refusal(f"{section}.subset", f"needs {section}.dataset", data.subset)
     names = [entry.name for entry in data.mixture]
     for index, entry in enumerate(data.mixture):
-        _check_entry(f"{section}.mixture", index, entry, names, sources)
+        yield from _check_entry(f"{section}.mixture", index, entry, names)
 
 
-def _check_entry(
-    key: str, index: int, entry: MixtureEntry, names: list[str], sources: Sources
-) -> None:
+def _check_entry(key: str, index: int, entry: MixtureEntry, names: list[str]) -> Iterator[Refusal]:
     if names.index(entry.name) != index:
-        raise sources.error(
-            key, names, f'the name "{entry.name}" is there twice; give each its own'
-        )
+        yield Refusal(key, f'the name "{entry.name}" is there twice; give each its own', names)
     if bool(entry.dataset) == bool(entry.files):
-        raise sources.error(
-            key, names, f'"{entry.name}" needs either dataset or files, and not both'
-        )
+        yield Refusal(key, f'"{entry.name}" needs either dataset or files, and not both', names)
     if not entry.weight > 0:  # of an entry that a program made; a file's are read so
-        raise sources.error(
-            key, names, f'weight = {entry.weight} of "{entry.name}" must be above 0'
-        )
+        yield Refusal(key, f'weight = {entry.weight} of "{entry.name}" must be above 0', names)
 
 
 def _shown(value: object) -> object:
@@ -93,14 +91,14 @@ def _file_keys(config: RunConfig) -> Iterator[tuple[str, Sequence[str]]]:
             yield f"{section}.mixture", entry.files
 
 
-def _check_files(key: str, patterns: Sequence[str], sources: Sources) -> None:
+def _check_files(key: str, patterns: Sequence[str]) -> Iterator[Refusal]:
     for pattern in patterns:
         found = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
         if not found:
-            raise sources.error(key, pattern, _why_nothing(pattern))
+            yield Refusal(key, _why_nothing(pattern), pattern)
         for path in found:
             if Path(path).suffix not in SUFFIXES:
-                raise sources.error(key, path, f"must end in {either(SUFFIXES)}")
+                yield Refusal(key, f"must end in {either(SUFFIXES)}", path)
 
 
 def _why_nothing(pattern: str) -> str:
@@ -120,49 +118,46 @@ def _similar(path: Path) -> str:
     return f"; did you mean {path.parent / close}?" if close else f" in {path.parent.resolve()}"
 
 
-def _check_tokenizer(config: RunConfig, sources: Sources) -> None:
+def _check_tokenizer(config: RunConfig) -> Iterator[Refusal]:
     tokenizer, vocab_size = config.tokenizer, config.model.vocab_size
     if not tokenizer.path:
-        raise sources.error(
-            "tokenizer.path", "", "name a tiktoken rank file or a Hugging Face tokenizer folder"
+        yield Refusal(
+            "tokenizer.path", "name a tiktoken rank file or a Hugging Face tokenizer folder"
         )
     if tokenizer.kind == "tiktoken":
-        _check_pattern(tokenizer, sources)
+        yield from _check_pattern(tokenizer)
         for part in ("bos", "eos"):
             # A model's folder may name its tokens; `load_tokenizer` looks there.
             is_file = Path(tokenizer.path).suffix in _RANK_FILE_SUFFIXES
             unnamed = getattr(tokenizer, f"{part}_token") is None
             if getattr(tokenizer, f"add_{part}") and unnamed and is_file:
-                raise sources.error(
+                yield Refusal(
                     f"tokenizer.{part}_token",
-                    None,
                     f"a rank file names no {part} token; name one, or set tokenizer.add_{part} "
                     "= false",
                 )
     for token, token_id in tokenizer.special_tokens.items():
         if token_id >= vocab_size:
-            raise sources.error(
+            yield Refusal(
                 "tokenizer.special_tokens",
-                {token: token_id},
                 f"must be below model.vocab_size = {vocab_size}",
+                {token: token_id},
             )
     if len(set(tokenizer.special_tokens.values())) < len(tokenizer.special_tokens):
-        raise sources.error(
-            "tokenizer.special_tokens", tokenizer.special_tokens, "every token needs its own id"
-        )
+        yield Refusal("tokenizer.special_tokens", "every token needs its own id")
 
 
-def _check_pattern(tokenizer: TokenizerConfig, sources: Sources) -> None:
+def _check_pattern(tokenizer: TokenizerConfig) -> Iterator[Refusal]:
     """A bare word that is no known name is a typo: as an expression it matches only itself."""
     try:
         resolve_pattern(tokenizer.pattern)
     except DataError:
         known = either(PATTERNS)
         fix = f"must be {known}, or a regular expression"
-        raise sources.error("tokenizer.pattern", tokenizer.pattern, fix) from None
+        yield Refusal("tokenizer.pattern", fix)
 
 
-def _check_tokenizer_path(tokenizer: TokenizerConfig, sources: Sources) -> None:
+def _check_tokenizer_path(tokenizer: TokenizerConfig) -> Iterator[Refusal]:
     path = Path(tokenizer.path)
     if not path.exists():
         fix = f"no such file or folder{_similar(path)}"
@@ -176,4 +171,4 @@ def _check_tokenizer_path(tokenizer: TokenizerConfig, sources: Sources) -> None:
         fix = "has no tokenizer.json"
     else:
         return
-    raise sources.error("tokenizer.path", tokenizer.path, fix)
+    yield Refusal("tokenizer.path", fix)

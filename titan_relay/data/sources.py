@@ -121,7 +121,7 @@ def build_sources(
         ConfigError: no or several kinds of source named.
         DataError: files missing, nothing usable in them.
     """
-    check_documents("data", config, Sources("the reader"))
+    Sources("the reader").refuse(config, check_documents("data", config))
     entries = _entries(config)
     total = sum(entry.weight for entry in entries)
     result = []

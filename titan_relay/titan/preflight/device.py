@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from titan_relay.config import ConfigError, RunConfig, Sources
+from titan_relay.config.errors import Refusal
 from titan_relay.moe import KernelChoiceError, uses_triton
 
 _FLEX_BLOCK = 128  # FlexAttention's block; context parallelism cuts rows into whole blocks
@@ -21,8 +22,7 @@ def check_device(run: RunConfig, sources: Sources, *, cpu: bool) -> None:
     """
     _check_kernels(run, sources, torch.device("cpu" if cpu else "cuda"))
     if cpu:
-        for key, value, fix in _cpu_faults(run):
-            raise sources.error(key, value, fix)
+        sources.refuse(run, _check_cpu(run))
         return
     num_ranks, num_devices = _local_ranks(), torch.accelerator.device_count()
     if num_ranks > num_devices:
@@ -54,25 +54,23 @@ def _local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _cpu_faults(run: RunConfig) -> list[tuple[str, Any, str]]:
-    """Keys, values and fixes of what needs an accelerator."""
+def _check_cpu(run: RunConfig) -> Iterator[Refusal]:
+    """Yield a `Refusal` for what needs an accelerator."""
     balancer = run.parallelism.context_parallel_load_balancer
-    faults: list[tuple[str, Any, str]] = []
     if run.parallelism.context_parallel_degree > 1 and balancer == "ptrr":
         fix = 'needs FlexAttention, which does not train on CPU; use "headtail" or "none"'
-        faults.append(("parallelism.context_parallel_load_balancer", balancer, fix))
+        yield Refusal("parallelism.context_parallel_load_balancer", fix)
     if run.training.enable_cpu_offload:
         fix = "this machine trains on CPU, where there is nothing to offload; use false"
-        faults.append(("training.enable_cpu_offload", True, fix))
+        yield Refusal("training.enable_cpu_offload", fix)
     if run.checkpoint.enable and run.checkpoint.async_mode == "async_with_pinned_mem":
         fix = 'needs an accelerator; use "async" or "disabled" on CPU'
-        faults.append(("checkpoint.async_mode", run.checkpoint.async_mode, fix))
+        yield Refusal("checkpoint.async_mode", fix)
     if run.profiler.enable_memory_snapshot:
         fix = "records an accelerator's allocator; use false on CPU"
-        faults.append(("profiler.enable_memory_snapshot", True, fix))
+        yield Refusal("profiler.enable_memory_snapshot", fix)
     if run.training.gc_debug:
-        faults.append(("training.gc_debug", True, "records CUDA tensors only; use false on CPU"))
+        yield Refusal("training.gc_debug", "records CUDA tensors only; use false on CPU")
     if run.training.dtype != "float32":
         fix = 'this machine trains on CPU, which computes in float32; use "float32"'
-        faults.append(("training.dtype", run.training.dtype, fix))
-    return faults
+        yield Refusal("training.dtype", fix)

@@ -29,4 +29,4 @@ def build_model_config(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDeco
 
 def check_family(config: RunConfig, sources: Sources) -> None:
     """Raise `ConfigError` for a key that the family lacks, does not have, or has otherwise."""
-    check_limits(FAMILIES, config, sources)
+    sources.refuse(config, check_limits(FAMILIES, config))

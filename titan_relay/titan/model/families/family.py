@@ -6,14 +6,15 @@ refused just like what is too much: a number that nothing reads would be a silen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from titan_relay.config import RunConfig, Sources
-from titan_relay.config.errors import either
+from titan_relay.config import RunConfig
+from titan_relay.config.errors import Refusal, either
 from titan_relay.config.schema import keys
 from titan_relay.titan.model.families.architecture import Architecture
 from titan_relay.titan.model.families.decoder import RelayDecoder
@@ -52,28 +53,20 @@ class Family:
         return (*self.needs, *self.may_have)
 
 
-def check_limits(families: Mapping[str, Family], config: RunConfig, sources: Sources) -> None:
-    """Raise `ConfigError` for a key that the family lacks, does not have, or has otherwise.
+def check_limits(families: Mapping[str, Family], config: RunConfig) -> Iterator[Refusal]:
+    """Yield a `Refusal` for a key that the family lacks, does not have, or has otherwise.
 
     families: all there are, by name; the keys of the others are refused.
     """
     name, family = config.model.family, families[config.model.family]
     for path in dict.fromkeys(path for each in families.values() for path in each.parts):
-        value = _value(config, path)
+        value = attrgetter(path)(config)
         owners = [owner for owner, each in families.items() if path in each.parts]
         if name not in owners and value != keys()[path].default:
             others = f"(it is for {either(owners)}); leave it out"
-            raise sources.error(path, value, f'family "{name}" has no such part {others}')
+            yield Refusal(path, f'family "{name}" has no such part {others}')
         if path in family.needs and not value:
-            fix = f'family "{name}" needs it; give it as it is in the model'
-            raise sources.error(path, value, fix)
+            yield Refusal(path, f'family "{name}" needs it; give it as it is in the model')
     for path, (allowed, otherwise) in family.only.items():
-        if (value := _value(config, path)) not in allowed:
-            raise sources.error(path, value, f'family "{name}" {otherwise}')
-
-
-def _value(config: RunConfig, path: str) -> Any:
-    value: Any = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+        if attrgetter(path)(config) not in allowed:
+            yield Refusal(path, f'family "{name}" {otherwise}')
