@@ -30,10 +30,10 @@ demo-data: $(VENV)/.has-train
 	$(BIN)/python scripts/demo.py --data-only
 
 test: lint types
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.has-test
-	$(BIN)/python -m pytest -m slow -n $(TEST_WORKERS) --dist loadfile --timeout 1800
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(TEST_WORKERS) --dist loadfile --timeout 1800
 
 test-tiny: $(VENV)/.has-test
 	$(BIN)/python -m pytest -m slow tests/titan/train/test_tiny_configs.py
