@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from titan_relay.commands.arguments import at_least_1, command_parser
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     if args.report:
         args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text(json.dumps(statistics.to_dict(), indent=2) + "\n")
+        args.report.write_text(json.dumps(asdict(statistics), indent=2) + "\n")
     _print_section(config)
     return 0
 

@@ -23,8 +23,8 @@ _AXES = {
     "tp": "tensor_parallel_degree",
     "pp": "pipeline_parallel_degree",
 }
-_SINGLE_STAGE = ("1F1B", "GPipe")
-_TWO_STAGES = ("ZBVZeroBubble", "DualPipeV")
+# Schedules for so many stages per rank, no more; the others take two or more.
+_STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}
 
 
 def check_parallelism(config: RunConfig, world_size: int, sources: Sources) -> None:
@@ -234,7 +234,7 @@ def _check_stages(config: RunConfig) -> Iterator[Refusal]:
             )
         yield from _check_modules(config, asked.module_fqns_per_model_part)
         return
-    stages = degree * (1 if schedule in _SINGLE_STAGE else 2)
+    stages = degree * _STAGES_PER_RANK.get(schedule, 2)
     if asked.pipeline_parallel_layers_per_stage is not None:
         stages = _stages_of_layers(config, asked.pipeline_parallel_layers_per_stage)
         yield from _check_layers_per_stage(config, stages)
@@ -264,22 +264,17 @@ def _check_modules(config: RunConfig, parts: tuple[tuple[str, ...], ...]) -> Ite
 
 def _fits(stages: int, degree: int, schedule: str) -> bool:
     per_rank, rest = divmod(stages, degree)
-    if rest:
-        return False
-    if schedule in _SINGLE_STAGE:
-        return per_rank == 1
-    return per_rank == 2 if schedule in _TWO_STAGES else per_rank >= 2
+    exactly = _STAGES_PER_RANK.get(schedule)
+    return not rest and (per_rank >= 2 if exactly is None else per_rank == exactly)
 
 
 def _wanted(degree: int, schedule: str) -> str:
-    if schedule in _SINGLE_STAGE:
-        return str(degree)
-    return f"{2 * degree}" if schedule in _TWO_STAGES else f"{2 * degree} or {3 * degree} or more"
+    exactly = _STAGES_PER_RANK.get(schedule)
+    return f"{2 * degree} or {3 * degree} or more" if exactly is None else f"{exactly * degree}"
 
 
 def _refusal(stages: int, degree: int, schedule: str) -> str:
-    per_rank = {True: "1", False: "2" if schedule in _TWO_STAGES else "2 or more"}
-    needs = per_rank[schedule in _SINGLE_STAGE]
+    needs = _STAGES_PER_RANK.get(schedule, "2 or more")
     return f"is {stages} stages for {degree} ranks, but {schedule} needs {needs} per rank"
 
 

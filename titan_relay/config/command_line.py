@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place, Setting, shown
-from titan_relay.config.fields import Key, choices_of, item_of, or_word_of
+from titan_relay.config.fields import choices_of, item_of, or_word_of
 from titan_relay.config.reader import expectation, read_value
 from titan_relay.config.schema import keys, sections
 from titan_relay.config.suggest import nearest, where_key_belongs
@@ -103,12 +103,8 @@ def _setting(name: str, text: str | None) -> Setting:
 def _needed(name: str, text: str | None) -> str:
     if text is not None:
         return text
-    wanted = "a file" if name == "config" else _wanted(keys()[name])
+    wanted = "a file" if name == "config" else expectation(keys()[name].type, keys()[name].rule)
     raise ConfigError(f"{COMMAND_LINE}: --{name}: needs a value, {wanted}")
-
-
-def _wanted(key: Key) -> str:
-    return expectation(key.type, key.rule)
 
 
 def _raw(annotation: Any, text: str) -> Any:

@@ -218,15 +218,13 @@ def expectation(annotation: Any, rule: Rule) -> str:
 
 def limits(rule: Rule) -> str:
     """A rule's bounds as " of at least 1 and at most 5 (or -1)"; "" without bounds."""
-    bounds = []
-    if rule.at_least is not None:
-        bounds.append(f"of at least {rule.at_least}")
-    if rule.above is not None:
-        bounds.append(f"above {rule.above}")
-    if rule.at_most is not None:
-        bounds.append(f"at most {rule.at_most}")
-    if rule.below is not None:
-        bounds.append(f"below {rule.below}")
+    named = {
+        "of at least": rule.at_least,
+        "above": rule.above,
+        "at most": rule.at_most,
+        "below": rule.below,
+    }
+    bounds = [f"{words} {bound}" for words, bound in named.items() if bound is not None]
     text = " " + " and ".join(bounds) if bounds else ""
     return text + "".join(f" (or {value})" for value in rule.also)
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +25,7 @@ class Corpus:
 
     train: list[tuple[str, str]] = field(default_factory=list)
     validation: list[tuple[str, str]] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)
-
-    def leave_out(self, reason: str) -> None:
-        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+    left_out: Counter[str] = field(default_factory=Counter)
 
 
 def path_hash(path: str) -> int:
@@ -65,35 +63,31 @@ def collect(root: Path, max_bytes: int | None, validation_share: float) -> Corpu
     for name in sorted(source_files(root), key=path_hash):
         path = root / name
         if path.stat().st_size > MAX_FILE_BYTES:
-            corpus.leave_out("larger than 300 kB")
+            corpus.left_out["larger than 300 kB"] += 1
             continue
         text = read_source(path)
         if text is None:
-            corpus.leave_out("unreadable")
+            corpus.left_out["unreadable"] += 1
             continue
         if not text.strip():
-            corpus.leave_out("empty")
+            corpus.left_out["empty"] += 1
             continue
         digest = hashlib.sha256(text.encode()).digest()
         if digest in seen:
-            corpus.leave_out("duplicate")
+            corpus.left_out["duplicate"] += 1
             continue
         size = len(text.encode())
         if max_bytes is not None and num_bytes + size > max_bytes:
-            corpus.leave_out("beyond --max-bytes")
+            corpus.left_out["beyond --max-bytes"] += 1
             continue
         seen.add(digest)
         num_bytes += size
-        held_out = is_validation(name, validation_share)
+        # Independent of the order in which files are taken.
+        held_out = path_hash("validation/" + name) < validation_share * HASH_RANGE
         (corpus.validation if held_out else corpus.train).append((name, text))
     corpus.train.sort()
     corpus.validation.sort()
     return corpus
-
-
-def is_validation(name: str, validation_share: float) -> bool:
-    """Whether a file is held out; independent of the order in which files are taken."""
-    return path_hash("validation/" + name) < validation_share * HASH_RANGE
 
 
 def write_part(path: Path, documents: list[tuple[str, str]]) -> int:

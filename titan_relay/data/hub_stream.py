@@ -142,22 +142,21 @@ class HubStream:
     def _read_window(self) -> bool:
         """Reads the next window into `_held`; False at the end of a finite stream."""
         start, bookmark = self._next_index, self._place()
-        rows = self._next_rows()
-        while not rows:
+        while not (rows := self._next_rows()):
             self._shard += 1
             if self._shard >= self._num_shards and not self._next_epoch():
                 return False
             self._offset = 0
             self._examples = self._open_shard(0)
             bookmark = self._place()
-            rows = self._next_rows()
         self._bookmarks.append(bookmark)
         self._forget_old_bookmarks()
         order = self._order(f"{self._epoch}/{start}", len(rows))
         for position in range(len(rows)):
             self._keep(start + position, *rows[order[position]])
         self._next_index += len(rows)
-        self._require_usable_start()
+        if not self._any_usable and self._next_index >= self._sizes.max_bad_at_start:
+            self._raise_unusable()
         return True
 
     def _place(self) -> list[int]:
@@ -177,7 +176,7 @@ class HubStream:
     def _next_epoch(self) -> bool:
         """Begins the next epoch, unless the source is finite."""
         if not self._any_usable and self._epoch == 0:
-            self._raise_unusable(self._next_index)
+            self._raise_unusable()
         if self._epoch_start is not None:
             self._num_documents = self._next_index - self._epoch_start
         if not self.infinite:
@@ -205,16 +204,12 @@ class HubStream:
         while len(self._bookmarks) > 1 and self._bookmarks[1][0] <= oldest:
             self._bookmarks.popleft()
 
-    def _require_usable_start(self) -> None:
-        if not self._any_usable and self._next_index >= self._sizes.max_bad_at_start:
-            self._raise_unusable(self._next_index)
-
-    def _raise_unusable(self, num_read: int) -> None:
+    def _raise_unusable(self) -> None:
         first = self._first_bad
         detail = f"; the first: {first.where}: {first.reason}" if first else ""
         raise DataError(
-            f"source {self.name}: none of the first {num_read} documents of {self._title} is usable"
-            + detail
+            f"source {self.name}: none of the first {self._next_index} documents of {self._title} "
+            f"is usable{detail}"
         )
 
 

@@ -31,7 +31,7 @@ class PrefetchingReader:
 
     def __init__(self, reader: LaneReader, max_rows_ahead: int) -> None:
         assert max_rows_ahead > 0
-        self.lanes, self.data_fingerprint = reader.lanes, reader.data_fingerprint
+        self.lanes = reader.lanes
         self._reader, self._max_rows_ahead = reader, max_rows_ahead
         self._state = reader.state_dict()
         self._thread: threading.Thread | None = None

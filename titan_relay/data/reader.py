@@ -76,12 +76,11 @@ class LaneReader:
         self._lanes = [
             Lane(lane, num_lanes, self._sources, tokenizer, self._skips, seq_len) for lane in lanes
         ]
-        self.data_fingerprint = self._fingerprint(data_config.shuffle)
         self._identity: dict[str, int | str] = {
             "num_lanes": num_lanes,
             "seed": seed,
             "seq_len": seq_len,
-            "data_fingerprint": self.data_fingerprint,
+            "data_fingerprint": self._fingerprint(data_config.shuffle),
             "tokenizer_fingerprint": tokenizer.fingerprint,
         }
         self._next = 0
@@ -128,10 +127,6 @@ class LaneReader:
             weighted.source.name: sum(lane.state.num_tokens[index] for lane in self._lanes)
             for index, weighted in enumerate(self._sources)
         }
-
-    def identity(self) -> dict[str, int | str]:
-        """The entries of the state that are the same for all lanes."""
-        return dict(self._identity)
 
     def dump_lane(self, lane: int) -> bytes:
         """The state entry of one owned lane: JSON, a few hundred bytes."""

@@ -1,7 +1,7 @@
 """What a tokenizer makes of a corpus: bytes per token and the entropy of single tokens."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,9 +18,6 @@ class CorpusStatistics:
     bytes_per_token: float
     unigram_entropy_nats: float
     vocab_size: int
-
-    def to_dict(self) -> dict[str, int | float]:
-        return asdict(self)
 
 
 def unigram_entropy_nats(token_counts: np.ndarray) -> float:

@@ -69,16 +69,11 @@ class JsonLinesFile:
             return text
         if not text.strip():
             return BadDocument(where, "blank line", blank_line=True)
-        return _check_json_line(text, self._text_column, where)
-
-
-def _check_json_line(text: str, text_column: str, where: str) -> Row:
-    """The document of one line of JSON Lines."""
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return BadDocument(where, f"not valid JSON: {error}")
-    return check_row(row, text_column, where)
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return BadDocument(where, f"not valid JSON: {error}")
+        return check_row(row, self._text_column, where)
 
 
 def _line_starts(path: Path) -> np.ndarray:

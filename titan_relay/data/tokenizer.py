@@ -80,9 +80,7 @@ class _TiktokenBackend:
         return self._encoding.decode(list(ids))
 
     def token_id(self, token: str) -> int | None:
-        if token in self._specials:
-            return self._specials[token]
-        return None
+        return self._specials.get(token)
 
 
 class _HuggingFaceBackend:

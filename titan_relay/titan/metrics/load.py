@@ -51,17 +51,15 @@ def load_stats(tokens_LE: torch.Tensor) -> LoadStats:
 def load_curves(tokens_LE: torch.Tensor, layer_ids: Sequence[int]) -> dict[str, float]:
     """Curves per layer and the worst of all layers; `layer_ids` are the rows' layer numbers."""
     stats = load_stats(tokens_LE)
-    shares = stats.max_share_L.tolist()
-    entropies = stats.entropy_L.tolist()
-    dead = stats.dead_experts_L.tolist()
+    columns = {
+        "max_share": (stats.max_share_L, max),
+        "entropy": (stats.entropy_L, min),
+        "dead_experts": (stats.dead_experts_L.double(), max),
+    }
     curves: dict[str, float] = {}
-    for row, layer in enumerate(layer_ids):
-        prefix = f"moe/load/layer_{layer:02d}"
-        curves[f"{prefix}/max_share"] = shares[row]
-        curves[f"{prefix}/entropy"] = entropies[row]
-        curves[f"{prefix}/dead_experts"] = float(dead[row])
-    if layer_ids:
-        curves["moe/load/worst/max_share"] = max(shares)
-        curves["moe/load/worst/entropy"] = min(entropies)
-        curves["moe/load/worst/dead_experts"] = float(max(dead))
+    for name, (values_L, worst) in columns.items():
+        for layer, value in zip(layer_ids, values_L.tolist(), strict=True):
+            curves[f"moe/load/layer_{layer:02d}/{name}"] = value
+        if layer_ids:
+            curves[f"moe/load/worst/{name}"] = worst(values_L.tolist())
     return curves

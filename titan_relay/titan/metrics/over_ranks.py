@@ -31,25 +31,6 @@ def over_ranks(values: Mapping[str, float], reduction: Reduction) -> dict[str, f
     return dict(zip(keys, table.tolist(), strict=True))
 
 
-class SourcesOfCurves:
-    """What is asked for curves at every report: all ranks have the same, and ask alike."""
-
-    def __init__(self) -> None:
-        self._sources: list[tuple[Source, Reduction | Literal["same"]]] = []
-
-    def add(self, source: Source, over: Reduction | Literal["same"]) -> None:
-        """Ask `source` too; over: how the ranks' values become one, or that they are the same."""
-        self._sources.append((source, over))
-
-    def curves(self) -> dict[str, float]:
-        """Every source's curves over all ranks."""
-        curves: dict[str, float] = {}
-        for source, over in self._sources:
-            values = source()
-            curves.update(values if over == "same" else over_ranks(values, over))
-        return curves
-
-
 def first_error(message: str | None) -> str | None:
     """The message of the lowest rank that has one, on every rank, so that all stop alike."""
     if not dist.is_initialized():

@@ -40,7 +40,6 @@ from titan_relay.titan.metrics.memory import (
 from titan_relay.titan.metrics.over_ranks import (
     Reduction,
     Source,
-    SourcesOfCurves,
     over_ranks,
     raise_together,
 )
@@ -122,7 +121,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         self._unmeasured: _Interval | None = None
         self.live_peak_bytes: int | None = None
         """This rank's live-tensor peak at its last report; None before."""
-        self._sources = SourcesOfCurves()
+        self._sources: list[tuple[Source, Reduction | Literal["same"]]] = []
         self._clock = clock
         self._time_left = TimeLeft(config.total_steps, clock)
         peak = None if has_quantization else peak_flops
@@ -138,7 +137,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         over: how the ranks' values become one: "max", "sum" or "mean", or "same" if the source
         gives every rank the same values already. A source may communicate: all ranks ask alike.
         """
-        self._sources.add(source, over)
+        self._sources.append((source, over))
 
     def should_log(self, step: int) -> bool:
         """Whether to report after `step`: the first, every `log_freq`-th and the last step."""
@@ -198,7 +197,7 @@ class RelayMetricsProcessor(MetricsProcessor):
             "grad_norm": grad_norm,
             **speed.curves(),
             **self._memory_curves(),
-            **self._sources.curves(),
+            **self._source_curves(),
             **(extra_metrics or {}),
         }
         self.logger.log(curves, step)
@@ -293,7 +292,7 @@ class RelayMetricsProcessor(MetricsProcessor):
 
     def _interval(self, step: int) -> _Interval:
         return _Interval(
-            until=self._speed.now(),
+            until=self._clock(),
             num_tokens=self.ntokens_since_last_log,
             num_steps=max(1, step - self._reported_step),
             data_seconds=sum(self.data_loading_times),
@@ -310,6 +309,13 @@ class RelayMetricsProcessor(MetricsProcessor):
             flops_per_token=self.num_flops_per_token,
             until=interval.until,
         )
+
+    def _source_curves(self) -> dict[str, float]:
+        curves: dict[str, float] = {}
+        for source, over in self._sources:
+            values = source()
+            curves |= values if over == "same" else over_ranks(values, over)
+        return curves
 
     def _memory_curves(self) -> dict[str, float]:
         monitor = self.device_memory_monitor

@@ -81,10 +81,6 @@ class SpeedMeter:
         self._clock = clock
         self._since = clock()
 
-    def now(self) -> float:
-        """The time on this meter's clock, in seconds."""
-        return self._clock()
-
     def restart(self) -> None:
         """Begin to measure now."""
         self._since = self._clock()

@@ -43,38 +43,24 @@ class MLADecoder(RelayDecoder):
             return attention.qk_nope_head_dim + attention.qk_rope_head_dim + attention.v_head_dim
 
 
-def build(model: ModelConfig, *, seed: int, cpu: bool) -> MLADecoder.Config:
+def build(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDecoder.Config:
     """The whole model's config from the numbers of `[model]`."""
-    return MLADecoder.Config(
-        init_seed=seed,
-        dim=model.dim,
-        vocab_size=model.vocab_size,
-        enable_weight_tying=model.tie_word_embeddings,
-        tok_embeddings=parts.embedding(model),
-        layers=[
-            _block(model, dense=layer < model.num_dense_layers, cpu=cpu)
-            for layer in range(model.num_layers)
-        ],
-        norm=parts.rms_norm(model.dim, model.norm_eps),
-        lm_head=parts.linear(model.dim, model.vocab_size, model.init_std),
+    return parts.decoder(
+        model,
+        seed=seed,
+        layer=lambda index: _block(model, dense=index < model.num_dense_layers, cpu=cpu),
+        kind=MLADecoder.Config,
     )
 
 
 def _block(model: ModelConfig, *, dense: bool, cpu: bool) -> RelayBlock.Config:
-    shared_dim = model.moe.shared_expert_dim
-    return RelayBlock.Config(
-        attention_norm=parts.rms_norm(model.dim, model.norm_eps),
-        attention=_attention(model, cpu=cpu),
-        ffn_norm=parts.rms_norm(model.dim, model.norm_eps),
-        feed_forward=parts.feed_forward(model, model.dense_dim) if dense else None,
-        moe=None
-        if dense
-        else parts.moe(
-            model,
-            shared_experts=parts.feed_forward(model, shared_dim) if shared_dim else None,
-            has_expert_bias=True,
-        ),
-    )
+    attention, shared_dim = _attention(model, cpu=cpu), model.moe.shared_expert_dim
+    if dense:
+        feed_forward = parts.feed_forward(model, model.dense_dim)
+        return parts.block(model, attention, feed_forward=feed_forward)
+    shared = parts.feed_forward(model, shared_dim) if shared_dim else None
+    moe = parts.moe(model, shared_experts=shared, has_expert_bias=True)
+    return parts.block(model, attention, moe=moe)
 
 
 def _attention(model: ModelConfig, *, cpu: bool) -> Attention.Config:

@@ -34,31 +34,54 @@ from titan_relay.titan.model.low_memory import (
 from titan_relay.titan.model.moe import MoE
 from titan_relay.titan.model.router import Float32Linear, Router
 
+# Makes a norm from width and epsilon.
+Norm = Callable[[int, float], Module.Config]
+
 
 def decoder(
     model: ModelConfig,
     *,
     seed: int,
-    layer: Callable[[], RelayBlock.Config],
-    norm: Callable[[int, float], Module.Config] | None = None,
+    layer: Callable[[int], RelayBlock.Config],
+    norm: Norm | None = None,
     head_bias: bool = False,
+    kind: type[RelayDecoder.Config] = RelayDecoder.Config,
 ) -> RelayDecoder.Config:
-    """The whole model: embedding, `num_layers` times `layer()`, final norm, head.
+    """The whole model: embedding, `layer(index)` for each of `num_layers`, final norm, head.
 
     Layers are made one by one, because torchtitan writes each one's sharding into its config.
 
     Args:
-        norm: makes the final norm from width and epsilon; `rms_norm` unless given.
+        norm: makes the final norm; `rms_norm` unless given.
     """
-    return RelayDecoder.Config(
+    return kind(
         init_seed=seed,
         dim=model.dim,
         vocab_size=model.vocab_size,
         enable_weight_tying=model.tie_word_embeddings,
         tok_embeddings=embedding(model),
-        layers=[layer() for _ in range(model.num_layers)],
+        layers=[layer(index) for index in range(model.num_layers)],
         norm=(norm or rms_norm)(model.dim, model.norm_eps),
         lm_head=linear(model.dim, model.vocab_size, model.init_std, bias=head_bias),
+    )
+
+
+def block(
+    model: ModelConfig,
+    attention: Module.Config,
+    *,
+    moe: MoE.Config | None = None,
+    feed_forward: FeedForward.Config | None = None,
+    norm: Norm | None = None,
+) -> RelayBlock.Config:
+    """One layer: attention, then experts or a dense feed-forward, each behind its own norm."""
+    norm = norm or rms_norm
+    return RelayBlock.Config(
+        attention_norm=norm(model.dim, model.norm_eps),
+        attention=attention,
+        ffn_norm=norm(model.dim, model.norm_eps),
+        moe=moe,
+        feed_forward=feed_forward,
     )
 
 

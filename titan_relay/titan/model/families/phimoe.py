@@ -14,7 +14,7 @@ from torchtitan.models.common.rope import RoPE
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.model.families import adapter, architecture, parts
 from titan_relay.titan.model.families.architecture import HfKey
-from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
+from titan_relay.titan.model.families.decoder import RelayDecoder
 from titan_relay.titan.model.families.family import Family
 from titan_relay.titan.model.low_memory import CosSinRoPE
 from titan_relay.titan.model.sparsemixer import SparseMixerRouter
@@ -42,18 +42,14 @@ def build(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDecoder.Config:
     return parts.decoder(
         model,
         seed=seed,
-        layer=lambda: _block(model, cpu=cpu),
+        layer=lambda _: parts.block(
+            model,
+            parts.gqa(model, cpu=cpu, qkv_bias=True, out_bias=True, rope_config=_rope(model)),
+            moe=parts.moe(model, router_config=_router(model)),
+            norm=parts.layer_norm,
+        ),
         norm=parts.layer_norm,
         head_bias=True,
-    )
-
-
-def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
-    return RelayBlock.Config(
-        attention_norm=parts.layer_norm(model.dim, model.norm_eps),
-        attention=parts.gqa(model, cpu=cpu, qkv_bias=True, out_bias=True, rope_config=_rope(model)),
-        ffn_norm=parts.layer_norm(model.dim, model.norm_eps),
-        moe=parts.moe(model, router_config=_router(model)),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.model.families import adapter, architecture, parts
 from titan_relay.titan.model.families.architecture import HfKey
-from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
+from titan_relay.titan.model.families.decoder import RelayDecoder
 from titan_relay.titan.model.families.family import Family
 
 
@@ -26,15 +26,14 @@ class Adapter(adapter.Adapter):
 
 def build(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDecoder.Config:
     """The whole model's config from the numbers of `[model]`."""
-    return parts.decoder(model, seed=seed, layer=lambda: _block(model, cpu=cpu))
-
-
-def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
-    return RelayBlock.Config(
-        attention_norm=parts.rms_norm(model.dim, model.norm_eps),
-        attention=parts.gqa(model, cpu=cpu, qkv_bias=True),
-        ffn_norm=parts.rms_norm(model.dim, model.norm_eps),
-        moe=parts.moe(model, shared_experts=parts.gated_feed_forward(model)),
+    return parts.decoder(
+        model,
+        seed=seed,
+        layer=lambda _: parts.block(
+            model,
+            parts.gqa(model, cpu=cpu, qkv_bias=True),
+            moe=parts.moe(model, shared_experts=parts.gated_feed_forward(model)),
+        ),
     )
 
 

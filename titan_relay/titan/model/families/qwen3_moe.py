@@ -9,21 +9,18 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.model.families import architecture, parts
-from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
+from titan_relay.titan.model.families.decoder import RelayDecoder
 from titan_relay.titan.model.families.family import Family
 
 
 def build(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDecoder.Config:
     """The whole model's config from the numbers of `[model]`."""
-    return parts.decoder(model, seed=seed, layer=lambda: _block(model, cpu=cpu))
-
-
-def _block(model: ModelConfig, *, cpu: bool) -> RelayBlock.Config:
-    return RelayBlock.Config(
-        attention_norm=parts.rms_norm(model.dim, model.norm_eps),
-        attention=parts.gqa(model, cpu=cpu, qk_norm=True),
-        ffn_norm=parts.rms_norm(model.dim, model.norm_eps),
-        moe=parts.moe(model),
+    return parts.decoder(
+        model,
+        seed=seed,
+        layer=lambda _: parts.block(
+            model, parts.gqa(model, cpu=cpu, qk_norm=True), moe=parts.moe(model)
+        ),
     )
 
 
