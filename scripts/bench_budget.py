@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from budget.candidates import Choice, within_budget
 from budget.where_time_goes import Share, largest_shares
-from titan_relay.commands.arguments import above_0, at_least_1, parse_with_keys
+from titan_relay.commands.arguments import above_0, at_least_1, parse_with_keys, script_parser
 from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variant_names
 from titan_relay.config import ConfigError, RunConfig
 from titan_relay.local_ranks import largest, on_ranks, say
@@ -168,11 +168,7 @@ def table(speeds: list[Speed]) -> str:
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The script's arguments, and those that are configuration keys."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = script_parser(__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the run's TOML file")
     parser.add_argument("--world-size", type=at_least_1, required=True, help="ranks to start")
     parser.add_argument("--budget-mib", type=above_0, required=True, help="live bytes of a rank")

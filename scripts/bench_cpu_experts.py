@@ -16,23 +16,22 @@ Markdown.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from unittest import mock
 
 import torch
 
+from kernel_bench import unfused
+from kernel_bench.problem import Problem, make_problem
 from relay_kernels import (
     ExpertWeights,
     Gradients,
-    RoutedTokens,
     StepShape,
     SwiGLU,
     backward_experts_,
@@ -40,6 +39,7 @@ from relay_kernels import (
     forward_experts_,
     forward_workspace,
 )
+from titan_relay.commands.arguments import script_parser
 
 CPU = torch.device("cpu")
 ROWS_PER_STEP = 512  # what the trainer takes on a CPU
@@ -62,92 +62,35 @@ SHAPES = [
 ]
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer's inputs and routing. T tokens, K top-k, N = T * K rows, D, F, E as usual."""
-
-    tokens: RoutedTokens
-    dout_TD: torch.Tensor
-    weights: ExpertWeights
-
-    @staticmethod
-    def make(shape: tuple[int, ...], dtype: torch.dtype) -> Layer:
-        tokens, dim, hidden, experts, top_k, skew = shape
-        random = torch.Generator().manual_seed(0)
-
-        def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
-            return (torch.randn(size, generator=random) * scale).to(dtype)
-
-        noise = -torch.log(-torch.log(torch.rand(tokens, experts, generator=random)))
-        liking = -skew * torch.log(torch.arange(1, experts + 1).float())
-        ids_N = (liking + noise).topk(top_k, 1).indices.flatten()
-        counts = torch.bincount(ids_N, minlength=experts).tolist()
-        bounds = list(itertools.accumulate(counts, initial=0))
-        return Layer(
-            RoutedTokens(
-                normal(tokens, dim),
-                torch.rand(tokens, top_k, generator=random),
-                torch.sort(ids_N, stable=True).indices.to(torch.int32),
-                list(itertools.pairwise(bounds)),
-            ),
-            normal(tokens, dim),
-            ExpertWeights(
-                normal(experts, hidden, dim, scale=dim**-0.5),
-                normal(experts, dim, hidden, scale=hidden**-0.5),
-                normal(experts, hidden, dim, scale=dim**-0.5),
-            ),
-        )
-
-    def inputs(self) -> list[torch.Tensor]:
-        """x, scores and weights."""
-        return [self.tokens.x_TD, self.tokens.scores_TK, *self.weights.tensors()]
-
-    def step_shape(self) -> StepShape:
-        _, hidden, dim = self.weights.w1_gFD.shape
-        rows = min(ROWS_PER_STEP, self.tokens.scores_TK.numel())
-        return StepShape(rows, dim, hidden, self.dout_TD.dtype, CPU, kernels="torch")
+def step_shape(problem: Problem) -> StepShape:
+    _, hidden, dim = problem.weights.w1_gFD.shape
+    rows = min(ROWS_PER_STEP, problem.num_rows)
+    return StepShape(rows, dim, hidden, problem.x_TD.dtype, CPU, kernels="torch")
 
 
-def relay_forward(layer: Layer) -> torch.Tensor:
-    out_TD, workspace = torch.zeros_like(layer.tokens.x_TD), forward_workspace(layer.step_shape())
-    forward_experts_(out_TD, layer.tokens, layer.weights, SwiGLU(), workspace)
+def relay_forward(problem: Problem) -> torch.Tensor:
+    out_TD, workspace = torch.zeros_like(problem.x_TD), forward_workspace(step_shape(problem))
+    forward_experts_(out_TD, problem.tokens, problem.weights, SwiGLU(), workspace)
     return out_TD
 
 
-def relay_backward(layer: Layer) -> list[torch.Tensor]:
-    tokens, weights = layer.tokens, layer.weights
+def relay_backward(problem: Problem) -> list[torch.Tensor]:
+    tokens, weights = problem.tokens, problem.weights
     dweights = weights.empty_like(weights.num_experts)
     dx_TD, dscores_TK = torch.zeros_like(tokens.x_TD), torch.zeros_like(tokens.scores_TK)
-    workspace = backward_workspace(layer.step_shape(), tokens.x_TD.dtype)
+    workspace = backward_workspace(step_shape(problem), tokens.x_TD.dtype)
     into = Gradients(dx_TD, dscores_TK, dweights)
-    backward_experts_(into, layer.dout_TD, tokens, weights, SwiGLU(), workspace)
+    backward_experts_(into, problem.dout_TD, tokens, weights, SwiGLU(), workspace)
     return [dx_TD, dscores_TK, *dweights.tensors()]
 
 
-def grouped_forward(
-    x_TD: torch.Tensor,
-    scores_TK: torch.Tensor,
-    w1_EFD: torch.Tensor,
-    w2_EDF: torch.Tensor,
-    w3_EFD: torch.Tensor,
-    layer: Layer,
-) -> torch.Tensor:
-    offsets_E = torch.tensor([end for _, end in layer.tokens.segments], dtype=torch.int32)
-    row_N = layer.tokens.rows_N.long()
-    token_N = row_N // scores_TK.shape[1]
-    x_ND = x_TD[token_N]
-    gate_NF = torch._grouped_mm(x_ND, w1_EFD.transpose(1, 2), offs=offsets_E)
-    up_NF = torch._grouped_mm(x_ND, w3_EFD.transpose(1, 2), offs=offsets_E)
-    a_NF = torch.nn.functional.silu(gate_NF) * up_NF
-    y_ND = torch._grouped_mm(a_NF, w2_EDF.transpose(1, 2), offs=offsets_E)
-    y_ND = (y_ND.float() * scores_TK.flatten()[row_N, None]).to(x_TD.dtype)
-    return torch.zeros_like(x_TD).index_add(0, token_N, y_ND)
-
-
-def grouped_backward(layer: Layer) -> list[torch.Tensor]:
-    leaves = [tensor.detach().requires_grad_() for tensor in layer.inputs()]
-    out_TD = grouped_forward(leaves[0], leaves[1], leaves[2], leaves[3], leaves[4], layer)
-    return list(torch.autograd.grad(out_TD, leaves, layer.dout_TD))
+def grouped_backward(problem: Problem) -> list[torch.Tensor]:
+    inputs = [problem.x_TD, problem.tokens.scores_TK, *problem.weights.tensors()]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    x_TD, scores_TK, *weights = leaves
+    tokens = replace(problem.tokens, x_TD=x_TD, scores_TK=scores_TK)
+    out_TD = unfused.forward(replace(problem, tokens=tokens, weights=ExpertWeights(*weights)))
+    return list(torch.autograd.grad(out_TD, leaves, problem.dout_TD))
 
 
 def check_same(left: list[torch.Tensor], right: list[torch.Tensor], dtype: torch.dtype) -> None:
@@ -200,12 +143,10 @@ def no_products() -> Iterator[None]:
 
 def row(shape: tuple[int, ...], name: str, rounds: int, products: bool) -> str:
     """One line of the table."""
-    layer = Layer.make(shape, DTYPES[name])
-    tensors = layer.inputs()
-
-    def grouped() -> torch.Tensor:
-        return grouped_forward(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], layer)
-
+    num_tokens, dim, hidden, experts, top_k, skew = shape
+    sizes = (dim, hidden, experts, top_k)
+    problem = make_problem(name, sizes, num_tokens, skew, DTYPES[name], CPU)
+    grouped = functools.partial(unfused.forward, problem)
     title = f"| {name} | {' | '.join(str(size) for size in shape)} |"
     try:
         reference = [grouped()]
@@ -215,28 +156,26 @@ def row(shape: tuple[int, ...], name: str, rounds: int, products: bool) -> str:
         if not products:
             return f"{title} | refused | | | | |"
         forward, backward = (
-            statistics.median(taken_ms(functools.partial(run, layer)) for _ in range(rounds))
+            statistics.median(taken_ms(functools.partial(run, problem)) for _ in range(rounds))
             for run in (relay_forward, relay_backward)
         )
         return f"{title} {forward:.1f} | refused | | {backward:.1f} | refused | |"
-    check_same([relay_forward(layer)], reference, layer.dout_TD.dtype)
+    check_same([relay_forward(problem)], reference, problem.dout_TD.dtype)
     if not products:
         with no_products():
-            own, other, ratio = paired_ms(lambda: relay_forward(layer), grouped, rounds)
+            own, other, ratio = paired_ms(lambda: relay_forward(problem), grouped, rounds)
         return f"{title} {own:.2f} | {other:.2f} | {ratio:.2f} | | | |"
-    check_same(relay_backward(layer), grouped_backward(layer), layer.dout_TD.dtype)
+    check_same(relay_backward(problem), grouped_backward(problem), problem.dout_TD.dtype)
     pairs = (
-        paired_ms(lambda: relay_forward(layer), grouped, rounds),
-        paired_ms(lambda: relay_backward(layer), lambda: grouped_backward(layer), rounds),
+        paired_ms(lambda: relay_forward(problem), grouped, rounds),
+        paired_ms(lambda: relay_backward(problem), lambda: grouped_backward(problem), rounds),
     )
     columns = [f"{own:.1f} | {other:.1f} | {ratio:.2f}" for own, other, ratio in pairs]
     return f"{title} {' | '.join(columns)} |"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per shape")
     parser.add_argument(
         "--shape", type=int, nargs=6, metavar=("T", "D", "F", "E", "K", "SKEW"), help="only this"

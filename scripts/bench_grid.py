@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from report_tables import markdown_table
+from titan_relay.commands.arguments import script_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 RELAY = ["relay-auto", "relay-weighed", "relay-experts"]
@@ -64,9 +67,7 @@ SETS: dict[str, tuple[list[Run], list[str]]] = {
 
 def main() -> int:
     """Run the sets named on the command line; print their tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("sets", nargs="+", choices=SETS)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench")
     parser.add_argument("--iters", type=int, default=5)
@@ -98,17 +99,13 @@ def _measured(
 
 def _table(settings: list[Results]) -> str:
     """A row per setting, a column per implementation: ms, then peak and saved in token copies."""
-    impls = [result["impl"] for result in settings[0]]
-    lines = [
-        f"| W | T | D | F | E | K | skew | {' | '.join(impls)} |",
-        "|---|---|---|---|---|---|---|" + "---|" * len(impls),
+    header = ["W", "T", "D", "F", "E", "K", "skew", *(result["impl"] for result in settings[0])]
+    keys = ("ep", "tokens", "dim", "expert_dim", "experts", "top_k", "skew")
+    rows = [
+        [f"{results[0][key]:g}" for key in keys] + [_cell(result) for result in results]
+        for results in settings
     ]
-    for results in settings:
-        first = results[0]
-        keys = ("ep", "tokens", "dim", "expert_dim", "experts", "top_k", "skew")
-        cells = [f"{first[key]:g}" for key in keys] + [_cell(result) for result in results]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return markdown_table(header, rows)
 
 
 def _cell(result: dict[str, Any]) -> str:
@@ -121,14 +118,14 @@ def _speedups(settings: list[Results]) -> str:
     by_name = [{result["impl"]: result["median_ms"] for result in each} for each in settings]
     relays = [name for name in RELAY if name in by_name[0]]
     others = [name for name in by_name[0] if name not in relays]
-    lines = [f"| faster than | {' | '.join(relays)} |", "|---|" + "---|" * len(relays)]
+    rows = []
     for other in others:
         means = [
-            math.exp(sum(math.log(each[other] / each[relay]) for each in by_name) / len(by_name))
+            statistics.geometric_mean(each[other] / each[relay] for each in by_name)
             for relay in relays
         ]
-        lines.append(f"| {other} | {' | '.join(f'{mean:.2f}x' for mean in means)} |")
-    return "\n".join(lines)
+        rows.append([other, *(f"{mean:.2f}x" for mean in means)])
+    return markdown_table(["faster than", *relays], rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 
 from kernel_bench.report import Row, table
 from layer_bench.setting import PRESETS
-from titan_relay.commands.arguments import at_least_0, at_least_1, file_to_write
+from titan_relay.commands.arguments import at_least_0, at_least_1, file_to_write, script_parser
 
 TINY = (32, 16, 2, 1)  # D, F, E, K for the interpreter
 TINY_TOKENS = 9
@@ -51,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--tokens", type=at_least_1, default=16384)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")

@@ -15,9 +15,7 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,56 +29,37 @@ from layer_bench.measure import (
     measure_times,
     measure_traffic,
 )
-from layer_bench.setting import PRESETS, Setting
-from titan_relay.commands.arguments import above_0, at_least_0, at_least_1, file_to_write
+from layer_bench.setting import Setting, add_layer_options, parse_layer
+from report_tables import markdown_table
+from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser
 from titan_relay.local_ranks import on_ranks
 from titan_relay.units import MIB, in_mib
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     results = on_ranks(measure, args, world_size=args.ep, device=args.device)
-    print(table(setting_of(args), results))
+    print(table(Setting.of(args, args.ep), results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument(
         "--impl", nargs="+", choices=IMPLEMENTATIONS, default=["relay-auto"], metavar="NAME",
         help=f"any of {', '.join(IMPLEMENTATIONS)}",
     )  # fmt: skip
-    parser.add_argument("--preset", choices=PRESETS, help="layer shape of a published model")
-    parser.add_argument("--scale", type=above_0, default=1.0, help="shrink a preset's D and F")
     parser.add_argument("--ep", type=at_least_1, default=2, help="expert-parallel ranks")
-    parser.add_argument("--tokens", type=at_least_1, default=4096, help="tokens per rank")
-    parser.add_argument("--dim", type=at_least_1, default=256, help="model dimension")
-    parser.add_argument(
-        "--expert-dim", type=at_least_1, default=128, help="expert hidden dimension"
-    )
-    parser.add_argument("--experts", type=at_least_1, default=32)
-    parser.add_argument("--top-k", type=at_least_1, default=8)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--skew", type=at_least_0, default=0.0, help="Zipf exponent; 0 is balanced")
+    add_layer_options(parser)
+    parser.set_defaults(tokens=4096, dim=256, expert_dim=128, experts=32, top_k=8, skew=0.0)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--iters", type=at_least_1, default=5)
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=None)
-    parser.add_argument(
-        "--num-slices", type=at_least_1, default=None, help="of the relay; default auto"
-    )
-    parser.add_argument("--rows-per-step", type=at_least_1, default=None, help="default auto")
     parser.add_argument(
         "--json", type=file_to_write, metavar="FILE", help="write a list of objects, one per NAME"
     )
-    args = parser.parse_args(argv)
-    if args.preset:
-        dim, expert_dim, args.experts, args.top_k = PRESETS[args.preset]
-        args.dim, args.expert_dim = round(dim * args.scale), round(expert_dim * args.scale)
+    args = parse_layer(parser, argv)
     fault = fault_of(args)
     if fault:
         parser.error(fault)
@@ -100,30 +79,14 @@ def fault_of(args: argparse.Namespace) -> str:
         return f"--impl {' '.join(args.impl)} names one twice"
     if args.experts % args.ep:
         return f"--experts {args.experts} must be divisible by --ep {args.ep}"
-    if args.top_k > args.experts:
-        return f"--top-k {args.top_k} must be at most --experts {args.experts}"
     if args.device == "cuda" and torch.cuda.device_count() < args.ep:
         return f"--device cuda: --ep {args.ep} needs as many GPUs; {torch.cuda.device_count()} here"
     return ""
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
-    return Setting(
-        ep=args.ep,
-        tokens=args.tokens,
-        dim=args.dim,
-        expert_dim=args.expert_dim,
-        experts=args.experts,
-        top_k=args.top_k,
-        dtype=DTYPES[args.dtype],
-        skew=args.skew,
-        device=args.device,
-    )
-
-
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every figure of every implementation, on the largest rank."""
-    setting = setting_of(args)
+    setting = Setting.of(args, args.ep)
     group = dist.distributed_c10d._get_default_group()
     inputs = setting.inputs(dist.get_rank())
     layers = [
@@ -172,24 +135,30 @@ def _largest(value: float) -> float:
 def table(setting: Setting, results: list[dict[str, Any]]) -> str:
     """Memory in units of one copy of a rank's tokens."""
     unit = setting.unit_bytes
-    lines = [
-        f"W={setting.ep} T={setting.tokens} D={setting.dim} F={setting.expert_dim} "
-        f"E={setting.experts} K={setting.top_k} {setting.dtype} skew={setting.skew} "
-        f"{setting.device}; 1 unit = T*D*{setting.dtype.itemsize} bytes = {in_mib(unit)}",
-        "",
-        "| implementation | peak units | saved units | median ms | sent MiB | wait ms | error |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        lines.append(
-            f"| {result['impl']} | {result['peak_bytes'] / unit:.2f} "
-            f"| {result['saved_bytes'] / unit:.3f} | {result['median_ms']:.1f} "
-            f"| {result['sent_bytes'] / MIB:.1f} | {result['wait_ms']:.1f} "
-            f"| {result['max_rel_err']:.1e} |"
+    header = (
+        "implementation",
+        "peak units",
+        "saved units",
+        "median ms",
+        "sent MiB",
+        "wait ms",
+        "error",
+    )
+    rows = [
+        (
+            result["impl"],
+            f"{result['peak_bytes'] / unit:.2f}",
+            f"{result['saved_bytes'] / unit:.3f}",
+            f"{result['median_ms']:.1f}",
+            f"{result['sent_bytes'] / MIB:.1f}",
+            f"{result['wait_ms']:.1f}",
+            f"{result['max_rel_err']:.1e}",
         )
-    return "\n".join(lines)
+        for result in results
+    ]
+    units = f"1 unit = T*D*{setting.dtype.itemsize} bytes = {in_mib(unit)}"
+    return f"W={setting.ep} {setting}; {units}\n\n{markdown_table(header, rows)}"
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     main()

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kernel_check.chips import CHIPS
 from kernel_check.compile import measure
 from kernel_check.table import Row, table
 from kernel_check.variant import KernelVariant
+from titan_relay.commands.arguments import script_parser
 
 REGISTRY = "kernel_check.registry:variants"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -58,9 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument(
         "--arch", type=_list_of(CHIPS), default=list(CHIPS), metavar="LIST",
         help=f"comma-separated, of {', '.join(CHIPS)} (default: all)",
@@ -101,17 +100,14 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
     return jobs
 
 
-class _list_of:  # argparse names a type by its function: lower case reads better in its messages
-    def __init__(self, allowed: Sequence[str] | dict) -> None:
-        self._allowed = list(allowed)
-
-    def __call__(self, text: str) -> list[str]:
+def _list_of(allowed: Collection[str]) -> Callable[[str], list[str]]:
+    def words(text: str) -> list[str]:
         for name in text.split(","):
-            if name not in self._allowed:
-                raise argparse.ArgumentTypeError(
-                    f"{name!r} must be one of {', '.join(self._allowed)}"
-                )
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(allowed)}")
         return list(dict.fromkeys(text.split(",")))
+
+    return words
 
 
 def _variants(registry: str, arch: str, dtype: str) -> list[KernelVariant]:

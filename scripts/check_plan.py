@@ -21,7 +21,8 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from titan_relay.commands.arguments import at_least_1, file_to_write
+from report_tables import markdown_table
+from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser
 from titan_relay.config import ConfigError, RunConfig, load_config, with_settings
 from titan_relay.local_ranks import largest, on_ranks, say
 from titan_relay.measure.devices import device_named
@@ -42,23 +43,17 @@ _LEVELS = {
 class Case:
     """One run to compare."""
 
-    name: str
-    dispatcher: str
-    level: str
-    cp: int
-    ep: int
-    run: RunConfig
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A case's peaks."""
-
     config: str
     dispatcher: str
     level: str
     cp: int
     ep: int
+
+
+@dataclass(frozen=True)
+class Compared(Case):
+    """A case's peaks."""
+
     predicted_bytes: int
     measured_bytes: int
 
@@ -70,7 +65,7 @@ class Compared:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        cases = list(all_cases(args.configs, args.world_size))
+        cases = dict(all_cases(args.configs, args.world_size))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -82,16 +77,14 @@ def main(argv: list[str] | None = None) -> int:
         )
         return EXIT_USER_ERROR
     say(f"{len(cases)} runs on {args.world_size} ranks")
-    runs = [case.run for case in cases]
+    runs = list(cases.values())
     measured = on_ranks(_measure, runs, args.world_size, world_size=args.world_size)
     results = []
     for number, (case, measured_bytes) in enumerate(zip(cases, measured, strict=True), 1):
         say(f"planning {number} of {len(cases)}")
-        predicted = dry_run(case.run, args.world_size, device_named("cpu")).steady.live_bytes
+        predicted = dry_run(cases[case], args.world_size, device_named("cpu")).steady.live_bytes
         results.append(
-            Compared(
-                case.name, case.dispatcher, case.level, case.cp, case.ep, predicted, measured_bytes
-            )
+            Compared(**asdict(case), predicted_bytes=predicted, measured_bytes=measured_bytes)
         )
     print(table(results))
     if args.json:
@@ -101,9 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("configs", nargs="+", help="TOML files of small runs")
     parser.add_argument("--world-size", type=at_least_1, default=4, help="ranks (default 4)")
     parser.add_argument(
@@ -112,7 +103,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def all_cases(configs: list[str], world_size: int) -> Iterator[Case]:
+def all_cases(configs: list[str], world_size: int) -> Iterator[tuple[Case, RunConfig]]:
     """Every combination that is valid on so many ranks."""
     degrees = [2**power for power in range(world_size.bit_length()) if 2**power <= world_size]
     for config in configs:
@@ -138,7 +129,7 @@ def all_cases(configs: list[str], world_size: int) -> Iterator[Case]:
                     validate(run, world_size, config, files=False)
                 except ConfigError:
                     continue
-                yield Case(Path(config).stem, dispatcher, level, cp, ep, run)
+                yield Case(Path(config).stem, dispatcher, level, cp, ep), run
 
 
 def _measure(runs: list[RunConfig], world_size: int) -> list[int]:
@@ -153,17 +144,17 @@ def _measure(runs: list[RunConfig], world_size: int) -> list[int]:
 
 def table(results: list[Compared]) -> str:
     """Markdown."""
-    lines = [
-        "| config | dispatcher | keeps | cp | ep | predicted MiB | measured MiB | off by |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.config} | {r.dispatcher} | {r.level} | {r.cp} | {r.ep} "
-        f"| {r.predicted_bytes / MIB:.2f} | {r.measured_bytes / MIB:.2f} | {r.error:+.2%} |"
+    header = "config", "dispatcher", "keeps", "cp", "ep", "predicted MiB", "measured MiB", "off by"
+    rows = [
+        (
+            *(r.config, r.dispatcher, r.level, r.cp, r.ep),
+            *(f"{r.predicted_bytes / MIB:.2f}", f"{r.measured_bytes / MIB:.2f}", f"{r.error:+.2%}"),
+        )
         for r in results
     ]
     worst = max(results, key=lambda result: abs(result.error))
-    return "\n".join([*lines, "", f"{len(results)} runs, at most {abs(worst.error):.2%} off."])
+    summary = f"{len(results)} runs, at most {abs(worst.error):.2%} off."
+    return f"{markdown_table(header, rows)}\n\n{summary}"
 
 
 if __name__ == "__main__":

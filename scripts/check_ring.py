@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from layer_bench.setting import PRESETS, Setting
+from layer_bench.setting import DTYPES, Setting, add_layer_options, parse_layer
 from layer_check.dense_truth import Expected, expected_results, relative_error
 from layer_check.loopback import LoopbackWorld
 from relay_kernels import (
@@ -31,7 +31,8 @@ from relay_kernels import (
     SwiGLU,
     uses_triton,
 )
-from titan_relay.commands.arguments import above_0, at_least_0, at_least_1
+from report_tables import markdown_table
+from titan_relay.commands.arguments import at_least_1, script_parser
 from titan_relay.measure import LiveBytes
 from titan_relay.moe import RelayOptions, backward_memory, backward_traffic, forward_memory
 from titan_relay.moe.call import RelayCall, Wants, layer_shape
@@ -42,7 +43,7 @@ from titan_relay.moe.shapes import token_slices
 from titan_relay.units import MIB
 
 RINGS: list[Literal["experts", "tokens"]] = ["experts", "tokens"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HEADER = "ranks", "ring", "largest error", "formula MiB", "live MiB", "allocator MiB", "ms"
 # Largest error over largest value. Float32 adds up hundreds of products in another order than the
 # reference; in the narrow dtypes a result is itself rounded to 8 or 11 bits, after sums of up to
 # top_k + W rounded parts.
@@ -185,9 +186,9 @@ def _counting(tracker: LiveBytes | None) -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    lines, faults = [], []
+    rows, faults = [], []
     for ranks in args.ranks:
-        setting = setting_of(args, ranks)
+        setting = Setting.of(args, ranks)
         expected: Expected | None = None
         rings: list[Literal["experts", "tokens"]] = args.circulate if ranks > 1 else ["experts"]
         for circulate in rings:
@@ -201,12 +202,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             layer = Layer(setting, options)
             expected = expected or expected_results(setting.dense_layer(), layer.inputs)
             errors, counted = layer.measure(expected)
-            lines.append(_line(ranks, circulate, errors, counted, layer.median_ms(args.iters)))
+            rows.append(_cells(ranks, circulate, errors, counted, layer.median_ms(args.iters)))
             where = f"ring of {circulate}, {ranks} ranks"
             faults += [f"error: {where}: {each}" for each in judge(setting, errors, counted)]
             del layer
-    print(_header(setting_of(args, args.ranks[0])))
-    print("\n".join(lines))
+    print(
+        f"{Setting.of(args, args.ranks[0])}; bytes of all ranks together, ms of all ranks' forward "
+        f"and backward on one device\n\n{markdown_table(HEADER, rows)}"
+    )
     for fault in faults:
         print(fault, file=sys.stderr)
     return 1 if faults else 0
@@ -229,30 +232,16 @@ def judge(setting: Setting, errors: dict[str, float], counted: Bytes) -> list[st
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--ranks", type=at_least_1, nargs="+", default=[2], help="virtual ranks")
     parser.add_argument("--circulate", nargs="+", choices=RINGS, default=RINGS, help="which rings")
-    parser.add_argument("--preset", choices=PRESETS, help="layer shape of a published model")
-    parser.add_argument("--scale", type=above_0, default=1.0, help="shrink a preset's D and F")
-    parser.add_argument("--tokens", type=at_least_1, default=512, help="tokens per rank")
-    parser.add_argument("--dim", type=at_least_1, default=64, help="model dimension")
-    parser.add_argument("--expert-dim", type=at_least_1, default=48, help="expert hidden dimension")
-    parser.add_argument("--experts", type=at_least_1, default=8)
-    parser.add_argument("--top-k", type=at_least_1, default=2)
-    parser.add_argument("--skew", type=at_least_0, default=1.0, help="Zipf exponent; 0 is balanced")
-    parser.add_argument("--num-slices", type=at_least_1, default=None, help="default auto")
-    parser.add_argument("--rows-per-step", type=at_least_1, default=None, help="default auto")
+    add_layer_options(parser)
+    parser.set_defaults(tokens=512, dim=64, expert_dim=48, experts=8, top_k=2, skew=1.0)
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="see RelayOptions")
     parser.add_argument("--deterministic", action="store_true", help="sums in a fixed order")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=None)
     parser.add_argument("--iters", type=int, default=3, help="timed; 0 times nothing")
-    args = parser.parse_args(argv)
-    if args.preset:
-        dim, expert_dim, args.experts, args.top_k = PRESETS[args.preset]
-        args.dim, args.expert_dim = round(dim * args.scale), round(expert_dim * args.scale)
+    args = parse_layer(parser, argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device; use --device cpu")
@@ -263,41 +252,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for ranks in args.ranks:
         if ranks < 1 or args.experts % ranks:
             parser.error(f"--experts {args.experts} must be divisible by --ranks {ranks}")
-    if args.top_k > args.experts:
-        parser.error(f"--top-k {args.top_k} must be at most --experts {args.experts}")
     return args
 
 
-def setting_of(args: argparse.Namespace, ranks: int) -> Setting:
-    return Setting(
-        ep=ranks,
-        tokens=args.tokens,
-        dim=args.dim,
-        expert_dim=args.expert_dim,
-        experts=args.experts,
-        top_k=args.top_k,
-        dtype=DTYPES[args.dtype],
-        skew=args.skew,
-        device=args.device,
-    )
-
-
-def _header(setting: Setting) -> str:
-    return (
-        f"T={setting.tokens} D={setting.dim} F={setting.expert_dim} E={setting.experts} "
-        f"K={setting.top_k} {setting.dtype} skew={setting.skew} {setting.device}; bytes of all "
-        "ranks together, ms of all ranks' forward and backward on one device\n\n"
-        "| ranks | ring | largest error | formula MiB | live MiB | allocator MiB | ms |\n"
-        "|---|---|---|---|---|---|---|"
-    )
-
-
-def _line(ranks: int, ring: str, errors: dict[str, float], counted: Bytes, ms: float | None) -> str:
+def _cells(
+    ranks: int, ring: str, errors: dict[str, float], counted: Bytes, ms: float | None
+) -> tuple[object, ...]:
     name = max(errors, key=lambda each: errors[each])
-    mib = [f"{value / MIB:.2f}" for value in (counted.formula, counted.live)]
-    mib.append(f"{counted.allocator / MIB:.2f}" if counted.allocator else "-")
-    mib.append("-" if ms is None else f"{ms:.1f}")
-    return f"| {ranks} | {ring} | {errors[name]:.1e} ({name}) | {' | '.join(mib)} |"
+    return (
+        ranks,
+        ring,
+        f"{errors[name]:.1e} ({name})",
+        f"{counted.formula / MIB:.2f}",
+        f"{counted.live / MIB:.2f}",
+        f"{counted.allocator / MIB:.2f}" if counted.allocator else "-",
+        "-" if ms is None else f"{ms:.1f}",
+    )
 
 
 if __name__ == "__main__":

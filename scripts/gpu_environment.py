@@ -5,6 +5,7 @@ import platform
 import torch
 import triton
 
+from report_tables import markdown_table
 from titan_relay.units import in_gib
 
 
@@ -23,9 +24,7 @@ def main() -> None:
             f"{in_gib(device.total_memory, 1)}"
         )
         lines.append((f"device {index}", text))
-    print("| | |\n|---|---|")
-    for name, value in lines:
-        print(f"| {name} | {value} |")
+    print(markdown_table(["", ""], lines))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from layer_bench.setting import PRESETS
-from titan_relay.commands.arguments import at_least_1, file_to_write
+from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser
 
 # A layer of each shape class: its preset and tokens.
 LAYERS = {
@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument(
         "--out", type=file_to_write, required=True, metavar="FILE", help="a TOML file to write"
     )

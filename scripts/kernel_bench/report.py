@@ -1,7 +1,9 @@
 """The lines of a benchmark's table."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from report_tables import markdown_table
 
 
 @dataclass(frozen=True)
@@ -22,25 +24,24 @@ class Row:
     error: float = 0.0
 
 
-_HEADER = (
-    "| | ms | TFLOP/s | of the ceiling | least GB | of copy speed | against unfused | error |\n"
-    "|---|---|---|---|---|---|---|---|"
-)
+# By field of a row: its column, and how it is shown.
+_COLUMNS = {
+    "ms": ("ms", "{:.3f}"),
+    "tflops_per_s": ("TFLOP/s", "{:.1f}"),
+    "ceiling_share": ("of the ceiling", "{:.1%}"),
+    "least_gb": ("least GB", "{:.3f}"),
+    "copy_share": ("of copy speed", "{:.1%}"),
+    "speedup": ("against unfused", "{:.2f}x"),
+    "error": ("error", "{:.1e}"),
+}
 
 
 def table(rows: Sequence[Row]) -> str:
-    return "\n".join([_HEADER, *(_line(row) for row in rows)])
+    titles = [title for title, _ in _COLUMNS.values()]
+    return markdown_table(["", *titles], [(row.name, *_numbers(row)) for row in rows])
 
 
-def _line(row: Row) -> str:
-    cells = [
-        row.name,
-        f"{row.ms:.3f}" if row.ms else "",
-        f"{row.tflops_per_s:.1f}" if row.tflops_per_s else "",
-        f"{row.ceiling_share:.1%}" if row.ceiling_share else "",
-        f"{row.least_gb:.3f}" if row.least_gb else "",
-        f"{row.copy_share:.1%}" if row.copy_share else "",
-        f"{row.speedup:.2f}x" if row.speedup else "",
-        f"{row.error:.1e}" if row.error else "",
-    ]
-    return f"| {' | '.join(cells)} |"
+def _numbers(row: Row) -> Iterator[str]:
+    for field, (_, shown) in _COLUMNS.items():
+        value = getattr(row, field)
+        yield shown.format(value) if value else ""

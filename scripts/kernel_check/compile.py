@@ -42,21 +42,18 @@ def measure(variant: KernelVariant, arch: str) -> Measured:
         compiled = variant.compile(arch)
     except Exception as error:  # a compiler fails in as many ways as it has passes
         return Measured(error=_in_one_line(error))
-    cubin = compiled.asm["cubin"]
-    cached = _cache_file(cubin, arch, compiled.metadata)
+    cached = _cache_file(compiled, arch)
     if cached.exists():
         return _read(cached)
-    measured = _measure_cubin(cubin, arch, compiled.metadata)
-    specializes = "ttg.warp_specialize" in compiled.asm["ttgir"]
-    measured = dataclasses.replace(measured, specializes_warps=specializes)
+    measured = _measure(compiled, arch)
     _write(cached, measured)
     return measured
 
 
-def _measure_cubin(cubin: bytes, arch: str, metadata: Any) -> Measured:
+def _measure(compiled: Any, arch: str) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
+        file.write_bytes(compiled.asm["cubin"])
         registers, stack_bytes = parse_resources(_cuobjdump("--dump-resource-usage", file))
         code = MachineCode.parse(_cuobjdump("-sass", file))
     pattern = CHIPS[arch].tensor_core
@@ -64,12 +61,13 @@ def _measure_cubin(cubin: bytes, arch: str, metadata: Any) -> Measured:
         registers=registers,
         stack_bytes=stack_bytes,
         spilled_bytes=code.spilled_bytes,
-        shared_bytes=metadata.shared,
-        tensor_memory_columns=getattr(metadata, "tmem_size", None) or 0,
+        shared_bytes=compiled.metadata.shared,
+        tensor_memory_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
         tensor_core_names=tuple(code.tensor_core_names()),
         num_tensor_core=len(code.in_loops(pattern)),
         num_scalar_products=code.scalar_products(pattern),
         load_widths=dict(code.load_widths()),
+        specializes_warps="ttg.warp_specialize" in compiled.asm["ttgir"],
     )
 
 
@@ -89,12 +87,12 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
 
 
-def _cache_file(cubin: bytes, arch: str, metadata: Any) -> Path:
+def _cache_file(compiled: Any, arch: str) -> Path:
     from triton import knobs
 
     # The measuring code itself is part of the key.
-    key = hashlib.sha256(cubin)
-    key.update(str(metadata.shared).encode())
+    key = hashlib.sha256(compiled.asm["cubin"])
+    key.update(str(compiled.metadata.shared).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         key.update(source.read_bytes())
     return Path(knobs.cache.dir) / "relay_measured" / f"{key.hexdigest()}-{arch}.json"

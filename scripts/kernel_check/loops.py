@@ -29,11 +29,7 @@ class Instruction:
         return self.has_predicate or "," in self.operands
 
 
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """The addresses of a natural loop."""
-
-    addresses: frozenset[int]
+Loop = frozenset[int]  # the addresses of a natural loop
 
 
 def find_loops(instructions: Sequence[Instruction]) -> list[Loop]:
@@ -46,14 +42,14 @@ def find_loops(instructions: Sequence[Instruction]) -> list[Loop]:
     bodies: dict[int, set[int]] = {}
     for end, header in graph.edges:
         if _dominates(header, end, dominator, start):
-            bodies.setdefault(header, set()).update(_body(graph, header, end))
+            bodies.setdefault(header, {header}).update(_body(graph, header, end))
     # The last instruction branches to itself; it pads the code.
     pad = {_pad(instructions)}
-    return [Loop(frozenset(body)) for body in bodies.values() if body != pad]
+    return [frozenset(body) for body in bodies.values() if body != pad]
 
 
 def innermost(loops: Sequence[Loop]) -> list[Loop]:
-    return [loop for loop in loops if not any(other.addresses < loop.addresses for other in loops)]
+    return [loop for loop in loops if not any(other < loop for other in loops)]
 
 
 def _graph(instructions: Sequence[Instruction]) -> "nx.DiGraph[int]":
@@ -91,13 +87,9 @@ def _dominates(header: int, node: int, dominator: dict[int, int], start: int) ->
 
 
 def _body(graph: "nx.DiGraph[int]", header: int, end: int) -> set[int]:
-    body, pending = {header}, [end]
-    while pending:
-        node = pending.pop()
-        if node not in body:
-            body.add(node)
-            pending += graph.predecessors(node)
-    return body
+    """What leads to ``end`` without passing ``header``."""
+    inside = nx.restricted_view(graph, [header], [])
+    return {end} | nx.ancestors(inside, end) if end != header else {header}
 
 
 def _pad(instructions: Sequence[Instruction]) -> int:

@@ -48,7 +48,7 @@ class MachineCode:
 
     def in_loops(self, pattern: re.Pattern[str]) -> list[Instruction]:
         """Those within any loop, each once."""
-        repeated = frozenset().union(*(loop.addresses for loop in self.loops))
+        repeated = frozenset().union(*self.loops)
         return [each for each in self.matching(pattern) if each.address in repeated]
 
     @property
@@ -61,9 +61,7 @@ class MachineCode:
         multiply_adds = {each.address for each in self.matching(_MULTIPLY_ADD)}
         products = {each.address for each in self.matching(tensor_core)}
         counts = [
-            len(loop.addresses & multiply_adds)
-            for loop in innermost(self.loops)
-            if not loop.addresses & products
+            len(loop & multiply_adds) for loop in innermost(self.loops) if not loop & products
         ]
         return max(counts, default=0)
 

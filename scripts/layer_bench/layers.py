@@ -3,11 +3,13 @@
 Torchtitan and Megatron-Core are imported only when one of theirs is asked for.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from layer_bench.layer import Forward, Layer, grads_of
+from layer_bench.layer import Layer, grads_of
 from layer_bench.setting import Setting
 from titan_relay.moe import ExpertWeights, RelayOptions, relay_moe, relay_ring
 
@@ -46,20 +48,11 @@ def build_layer(
 
         layer = megatron_layer(name, setting, group)
     if name.endswith("-recompute"):
-        # Megatron-Core's own recompute is reentrant; torchtitan's is not.
-        layer.forward = _recomputed(layer.forward, use_reentrant=name.startswith("megatron"))
+        # The whole layer runs again in the backward, communication included. Megatron-Core's own
+        # recompute is reentrant; torchtitan's is not.
+        reentrant = name.startswith("megatron")
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)
     return layer
-
-
-def _recomputed(forward: Forward, *, use_reentrant: bool) -> Forward:
-    """Layer recompute: the whole layer runs again in the backward, communication included."""
-
-    def recomputed(
-        x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor
-    ) -> torch.Tensor:
-        return checkpoint(forward, x_TD, scores_TK, ids_TK, use_reentrant=use_reentrant)
-
-    return recomputed
 
 
 def _relay_layer(

@@ -11,54 +11,44 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layer_bench.layer import Layer
+from layer_bench.layer import Layer, grads_of
 from layer_bench.setting import Setting
 from layer_check.dense_truth import RankData, Tensors, expected_results, relative_error, share_of
 from titan_relay.measure import LiveBytes
 from titan_relay.moe import relay_ring
 
 
-@dataclass
-class Pass:
-    """One forward and backward."""
-
-    out_TD: torch.Tensor
-    dx_TD: torch.Tensor
-    dscores_TK: torch.Tensor
-
-
-def run_pass(layer: Layer, inputs: RankData) -> Pass:
+def leaves_of(layer: Layer, inputs: RankData) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x_TD`` and ``scores_TK`` for a pass that makes all gradients anew."""
     for parameter in layer.parameters:
         parameter.grad = None
-    x_TD = inputs.x_TD.detach().requires_grad_()
-    scores_TK = inputs.scores_TK.detach().requires_grad_()
+    return inputs.x_TD.detach().requires_grad_(), inputs.scores_TK.detach().requires_grad_()
+
+
+def run_pass(layer: Layer, inputs: RankData) -> Tensors:
+    """Forward and backward: the output, and the gradients of tokens and scores."""
+    x_TD, scores_TK = leaves_of(layer, inputs)
     out_TD = layer.forward(x_TD, scores_TK, inputs.ids_TK)
     out_TD.backward(inputs.dout_TD)
-    assert x_TD.grad is not None
-    assert scores_TK.grad is not None
-    return Pass(out_TD.detach(), x_TD.grad, scores_TK.grad)
+    return [out_TD.detach(), *grads_of([x_TD, scores_TK])]
 
 
 def measure_memory(layer: Layer, inputs: RankData) -> dict[str, int]:
     """``saved_bytes`` and ``peak_bytes`` of this rank."""
-    for parameter in layer.parameters:
-        parameter.grad = None
-    x_TD = inputs.x_TD.detach().requires_grad_()
-    scores_TK = inputs.scores_TK.detach().requires_grad_()
+    x_TD, scores_TK = leaves_of(layer, inputs)
     gc.collect()
     with LiveBytes(keep_events=True) as tracker:
         out_TD = layer.forward(x_TD, scores_TK, inputs.ids_TK)
         saved_bytes = tracker.live_bytes - out_TD.untyped_storage().nbytes()
         out_TD.backward(inputs.dout_TD)
-    gradients = [parameter.grad for parameter in layer.parameters if parameter.grad is not None]
-    return {"saved_bytes": saved_bytes, "peak_bytes": tracker.peak_bytes_without(*gradients)}
+    peak_bytes = tracker.peak_bytes_without(*grads_of(layer.parameters))
+    return {"saved_bytes": saved_bytes, "peak_bytes": peak_bytes}
 
 
 def expected_of(setting: Setting, inputs: RankData, group: dist.ProcessGroup) -> Tensors:
@@ -74,8 +64,7 @@ def expected_of(setting: Setting, inputs: RankData, group: dist.ProcessGroup) ->
 
 
 def measure_error(layer: Layer, inputs: RankData, expected: Tensors) -> float:
-    result = run_pass(layer, inputs)
-    actual = [result.out_TD, result.dx_TD, result.dscores_TK, *layer.weight_gradients()]
+    actual = [*run_pass(layer, inputs), *layer.weight_gradients()]
     return max(relative_error(*pair) for pair in zip(actual, expected, strict=True))
 
 

@@ -3,11 +3,14 @@
 Shape legend: T tokens per rank, K top-k, D model dimension, F expert hidden dimension, E experts.
 """
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from layer_check.dense_truth import DenseLayer, RankData
+from titan_relay.commands.arguments import above_0, at_least_0, at_least_1
 
 # Layer shapes as published: model dimension, expert hidden dimension, experts, top-k.
 PRESETS = {
@@ -16,6 +19,33 @@ PRESETS = {
     "qwen2-57b-a14b": (3584, 2560, 64, 8),
     "phi-3.5-moe": (4096, 6400, 16, 2),
 }
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_layer_options(parser: argparse.ArgumentParser) -> None:
+    """What a layer is, and how the relay cuts it; the caller sets defaults of the sizes."""
+    parser.add_argument("--preset", choices=PRESETS, help="layer shape of a published model")
+    parser.add_argument("--scale", type=above_0, default=1.0, help="shrink a preset's D and F")
+    parser.add_argument("--tokens", type=at_least_1, help="tokens per rank")
+    parser.add_argument("--dim", type=at_least_1, help="model dimension")
+    parser.add_argument("--expert-dim", type=at_least_1, help="expert hidden dimension")
+    parser.add_argument("--experts", type=at_least_1)
+    parser.add_argument("--top-k", type=at_least_1)
+    parser.add_argument("--skew", type=at_least_0, help="Zipf exponent; 0 is balanced")
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--num-slices", type=at_least_1, help="of the relay; default auto")
+    parser.add_argument("--rows-per-step", type=at_least_1, help="default auto")
+
+
+def parse_layer(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, with the sizes of a preset in the place of its name."""
+    args = parser.parse_args(argv)
+    if args.preset:
+        dim, expert_dim, args.experts, args.top_k = PRESETS[args.preset]
+        args.dim, args.expert_dim = round(dim * args.scale), round(expert_dim * args.scale)
+    if args.top_k > args.experts:
+        parser.error(f"--top-k {args.top_k} must be at most --experts {args.experts}")
+    return args
 
 
 @dataclass(frozen=True)
@@ -32,6 +62,19 @@ class Setting:
     skew: float
     device: str
     seed: int = 0
+
+    @staticmethod
+    def of(args: argparse.Namespace, ep: int) -> "Setting":
+        """From the options of a layer."""
+        sizes = ("tokens", "dim", "expert_dim", "experts", "top_k", "skew", "device")
+        values = {name: getattr(args, name) for name in sizes}
+        return Setting(ep=ep, dtype=DTYPES[args.dtype], **values)
+
+    def __str__(self) -> str:
+        return (
+            f"T={self.tokens} D={self.dim} F={self.expert_dim} E={self.experts} K={self.top_k} "
+            f"{self.dtype} skew={self.skew} {self.device}"
+        )
 
     @property
     def local_experts(self) -> int:

@@ -127,7 +127,7 @@ def test_a_jump_back_from_code_moved_to_the_end_is_no_loop():
         "MOV R1, R2", "HMMA.16816.F32 R4, R8", "@P0 BRA 0x60", "HMMA.16816.F32 R4, R8", "EXIT",
         "NOP", "SYNCS R1", "@!P1 BRA 0x60", "BRA 0x30", "BRA 0x90",
     )  # fmt: skip
-    assert [sorted(loop.addresses) for loop in moved.loops] == [[0x60, 0x70]]
+    assert [sorted(loop) for loop in moved.loops] == [[0x60, 0x70]]
     assert moved.in_loops(HMMA) == []
 
 
@@ -136,7 +136,7 @@ def test_a_branch_on_a_uniform_predicate_is_conditional():
         "HMMA.16816.F32 R4, R8", "BRA.U UP0, 0x0", "FFMA R1, R1, R2, R3", "@!P0 BRA 0x0", "EXIT",
     )  # fmt: skip
     assert len(nested.loops) == 1  # one header, two ways back
-    assert sorted(nested.loops[0].addresses) == [0, 0x10, 0x20, 0x30]
+    assert sorted(nested.loops[0]) == [0, 0x10, 0x20, 0x30]
 
 
 def test_code_behind_a_computed_jump_is_seen():

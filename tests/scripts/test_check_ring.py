@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import check_ring
+from layer_bench.setting import Setting
 from layer_check.loopback import LoopbackWorld
 from tests.support.virtual_ring import VirtualWorld
 from titan_relay.moe.transport import RingExchange, Where
@@ -41,7 +42,7 @@ def test_the_fused_kernels_give_the_same_layer(capsys, device, arguments):
 
 
 def test_what_is_off_is_said():
-    setting = check_ring.setting_of(check_ring.parse([*SIZES, "--device", "cpu"]), 2)
+    setting = Setting.of(check_ring.parse([*SIZES, "--device", "cpu"]), 2)
     right = check_ring.Bytes(formula=1000, live=1000, allocator=0)
     assert check_ring.judge(setting, {"out": 1e-7}, right) == []
     (line,) = check_ring.judge(setting, {"out": float("nan"), "dx": 1e-7}, right)

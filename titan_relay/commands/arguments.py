@@ -35,6 +35,13 @@ def command_parser(name: str, text: str | None) -> CommandParser:
     return CommandParser(prog=f"titan-relay {name}", description=text)
 
 
+def script_parser(text: str | None, **options: Any) -> argparse.ArgumentParser:
+    """The parser of a script; `text`, its docstring, is the help's."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+    )
+
+
 def add_run_options(parser: argparse.ArgumentParser, *, device_needed: bool) -> None:
     """Options of commands that ask about a run on ranks that need not be there."""
     parser.add_argument("--config", required=True, help="the run's TOML file")
