@@ -17,6 +17,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -34,7 +36,6 @@ from titan_relay.titan.plan.measure import measure_steps, small_trainer
 from titan_relay.units import MIB, in_mib
 
 EXIT_USER_ERROR = 2
-_NUM_STEPS = 2  # of which the last is timed
 
 
 @dataclass(frozen=True)
@@ -117,32 +118,39 @@ def _speeds_of(runs: dict[str, RunConfig], args: argparse.Namespace) -> list[Spe
     return speeds
 
 
-def _seconds(run: RunConfig, world_size: int) -> float:
-    """The time of one step, after one to warm up."""
-    with small_trainer(run, world_size, num_steps=_NUM_STEPS) as trainer:
+@contextmanager
+def _warm_step(run: RunConfig, world_size: int) -> Iterator[Callable[[], None]]:
+    """Takes one more step of a trainer that has taken one to warm up."""
+    with small_trainer(run, world_size, num_steps=2) as trainer:
         batches = trainer.batch_generator(trainer.dataloader)
-        for _ in range(_NUM_STEPS):
-            dist.barrier()
-            start = time.perf_counter()
+
+        def step() -> None:
             trainer.step += 1
             trainer.train_step(batches)
-            dist.barrier()
+
+        step()
+        yield step
+
+
+def _seconds(run: RunConfig, world_size: int) -> float:
+    """The time of one step."""
+    with _warm_step(run, world_size) as step:
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        dist.barrier()
         return time.perf_counter() - start
 
 
 def _shares(choice: Choice, world_size: int, num: int) -> list[Share]:
-    """The largest shares of a step's time on rank 0, after one to warm up."""
+    """The largest shares of a step's time on rank 0."""
     if num == 0:
         return []
     say(f"profiling {choice.variant}, keeps {choice.retention}")
-    with small_trainer(choice.run, world_size, num_steps=_NUM_STEPS) as trainer:
-        batches = trainer.batch_generator(trainer.dataloader)
-        trainer.step += 1
-        trainer.train_step(batches)
-        trainer.step += 1
+    with _warm_step(choice.run, world_size) as step:
         if dist.get_rank() == 0:  # a profile takes a GiB of memory
-            return largest_shares(lambda: trainer.train_step(batches), num)
-        trainer.train_step(batches)
+            return largest_shares(step, num)
+        step()
         return []
 
 

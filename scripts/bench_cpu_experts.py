@@ -29,6 +29,7 @@ import torch
 
 from kernel_bench import unfused
 from kernel_bench.problem import Problem, make_problem
+from layer_check.dense_truth import relative_error
 from relay_kernels import (
     ExpertWeights,
     Gradients,
@@ -96,10 +97,9 @@ def grouped_backward(problem: Problem) -> list[torch.Tensor]:
 def check_same(left: list[torch.Tensor], right: list[torch.Tensor], dtype: torch.dtype) -> None:
     """Both sides compute the same: to 1e-4 in float32, to a few roundings in bfloat16."""
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    for mine, theirs in zip(left, right, strict=True):
-        error = (mine.double() - theirs.double()).abs().max() / theirs.double().abs().max()
-        if error > tolerance:
-            sys.exit(f"error: the two sides differ by {error:.1e}, more than {tolerance}")
+    error = max(relative_error(*pair) for pair in zip(left, right, strict=True))
+    if error > tolerance:
+        sys.exit(f"error: the two sides differ by {error:.1e}, more than {tolerance}")
 
 
 def paired_ms(

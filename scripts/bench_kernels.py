@@ -12,13 +12,13 @@ at a small size through Triton's interpreter, on a machine without a GPU; its ti
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from kernel_bench.report import Row, table
+from kernel_bench.timing import Timer, kernels_can_run
 from layer_bench.setting import PRESETS
 from titan_relay.commands.arguments import at_least_0, at_least_1, file_to_write, script_parser
 
@@ -29,15 +29,7 @@ ROWS_PER_STEP = (4096, 16384)
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.interpret:
-        # Triton decides at its import whether it compiles; nothing has imported it yet.
-        os.environ["TRITON_INTERPRET"] = "1"
-    elif not torch.cuda.is_available():
-        print(
-            "error: bench_kernels needs a CUDA device, and there is none; "
-            "--interpret tries the script out without one",
-            file=sys.stderr,
-        )
+    if not kernels_can_run("bench_kernels", args.interpret):
         return 2
     results = []
     for number, name in enumerate(args.preset, start=1):
@@ -74,7 +66,6 @@ def measure(args: argparse.Namespace, name: str) -> tuple[str, list[Row]]:
     # These import triton, so only now.
     from kernel_bench.compare import measure_layer
     from kernel_bench.problem import make_problem
-    from kernel_bench.timing import Timer
 
     device = torch.device("cpu" if args.interpret else "cuda")
     shape, num_tokens, rows = PRESETS[name], args.tokens, list(args.rows_per_step)

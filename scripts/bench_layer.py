@@ -33,6 +33,7 @@ from layer_bench.setting import Setting, add_layer_options, parse_layer
 from report_tables import markdown_table
 from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser
 from titan_relay.local_ranks import on_ranks
+from titan_relay.moe import RelayOptions
 from titan_relay.units import MIB, in_mib
 
 
@@ -89,16 +90,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     setting = Setting.of(args, args.ep)
     group = dist.distributed_c10d._get_default_group()
     inputs = setting.inputs(dist.get_rank())
-    layers = [
-        build_layer(
-            name,
-            setting,
-            group,
-            num_slices=args.num_slices,
-            max_rows_per_step=args.rows_per_step,
-        )
-        for name in args.impl
-    ]
+    options = RelayOptions(
+        num_slices=args.num_slices or "auto", max_rows_per_step=args.rows_per_step or "auto"
+    )
+    layers = [build_layer(name, setting, group, options) for name in args.impl]
     expected = expected_of(setting, inputs, group)
     errors = {layer.name: measure_error(layer, inputs, expected) for layer in layers}
     del expected

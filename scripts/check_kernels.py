@@ -45,11 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    import triton  # only here: the script explains itself without it
+
     rows = sorted(_rows(args, jobs), key=lambda row: (row.name, args.arch.index(row.arch)))
     print(table(rows))
     lines = [line for row in rows for line in row.fault_lines()]
     print(
-        f"\n{len(rows)} kernels for {', '.join(args.arch)} with triton {_triton_version()} in "
+        f"\n{len(rows)} kernels for {', '.join(args.arch)} with triton {triton.__version__} in "
         f"{time.perf_counter() - begin_s:.0f} s: {len(lines) or 'no'} fault"
         f"{'' if len(lines) == 1 else 's'}"
     )
@@ -148,12 +150,6 @@ def _show_progress(count: int, total: int, elapsed_s: float) -> None:
         print(f"\r{text:<40}", end="" if count < total else "\r", file=sys.stderr, flush=True)
     elif count % 25 == 0:
         print(text, file=sys.stderr, flush=True)
-
-
-def _triton_version() -> str:
-    import triton
-
-    return triton.__version__
 
 
 _ROOT = Path(__file__).resolve().parents[1]

@@ -9,10 +9,7 @@ the recomputation that is saved as the budget of a model of 48 such layers grows
 """
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +18,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from kernel_bench.timing import Timer
 from titan_relay.ops import DocumentMask, document_attention
 from titan_relay.recompute.levels import LayerCost, choose_levels
 from titan_relay.units import MIB
@@ -37,18 +35,6 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-
-
-def median_seconds(function: Callable[[], object], device: str) -> float:
-    """After a warm-up."""
-    times = []
-    for _ in range(REPEATS + 1):
-        started = time.perf_counter()
-        function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
 
 
 def measure(shape: Shape, length: int, device: str) -> LayerCost:
@@ -68,12 +54,13 @@ def measure(shape: Shape, length: int, device: str) -> LayerCost:
         q_h, k_h, v_h = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return F.scaled_dot_product_attention(q_h, k_h, v_h, is_causal=True, enable_gqa=True)
 
+    timer = Timer(torch.device(device), REPEATS, warmup=1)
     return LayerCost(
         layer=0,
         output_bytes=length * shape.heads * (shape.head_dim * dtype.itemsize + 4),
-        output_seconds=median_seconds(kernel, device),
+        output_seconds=timer.ms(kernel) / 1000,
         full_bytes=length * features * dtype.itemsize,
-        full_seconds=median_seconds(lambda: F.linear(x_LD, weight), device),
+        full_seconds=timer.ms(lambda: F.linear(x_LD, weight)) / 1000,
     )
 
 

@@ -9,7 +9,6 @@ tuned stay. Afterwards run scripts/check_kernels.py, which refuses what spills, 
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from kernel_bench.timing import Timer, kernels_can_run
 from layer_bench.setting import PRESETS
 from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser
 
@@ -33,17 +33,11 @@ TINY_CHOICES: dict[str, Sequence[int | bool]] = {"GROUP_M": (2, 3)}
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"  # nothing has imported triton yet
-    elif not torch.cuda.is_available():
-        print(
-            "error: tune_kernels needs a CUDA device, and there is none; "
-            "--interpret tries the script out without one",
-            file=sys.stderr,
-        )
+    if not kernels_can_run("tune_kernels", args.interpret):
         return 2
     found = tune(args)
-    args.out.write_text(file_text(found, _device_name(args)))
+    device_name = "no device" if args.interpret else torch.cuda.get_device_name()
+    args.out.write_text(file_text(found, device_name))
     print(f"{args.out}: {len(found)} tables tuned; now run scripts/check_kernels.py")
     return 0
 
@@ -65,7 +59,6 @@ def tune(args: argparse.Namespace) -> dict[tuple[str, str, str], Any]:
     # These import triton, so only now.
     from kernel_bench import fused
     from kernel_bench.problem import make_problem
-    from kernel_bench.timing import Timer
     from relay_kernels.tuning import shape_class
 
     device = torch.device("cpu" if args.interpret else "cuda")
@@ -132,10 +125,6 @@ def file_text(found: dict[tuple[str, str, str], Any], device_name: str) -> str:
         values["programs_per_processor"] = config.programs_per_processor
         lines += [f"{name} = {str(value).lower()}" for name, value in values.items()]
     return "\n".join(lines) + "\n"
-
-
-def _device_name(args: argparse.Namespace) -> str:
-    return "no device" if args.interpret else torch.cuda.get_device_name()
 
 
 def _say(text: str) -> None:

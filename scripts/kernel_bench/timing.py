@@ -1,6 +1,8 @@
 """Time of a function on a device, and the two speeds that nothing can beat."""
 
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -8,6 +10,23 @@ import torch
 
 _FLUSH_BYTES = 256 * 2**20  # more than any chip's second-level cache
 _COPY_BYTES = 2**30
+
+
+def kernels_can_run(script: str, interpret: bool) -> bool:
+    """Whether there is a GPU, or else Triton's interpreter; says so where there is neither.
+
+    Triton decides at its import whether it compiles, so call this before anything imports it.
+    """
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif not torch.cuda.is_available():
+        print(
+            f"error: {script} needs a CUDA device, and there is none; "
+            "--interpret tries the script out without one",
+            file=sys.stderr,
+        )
+        return False
+    return True
 
 
 class Timer:

@@ -39,8 +39,8 @@ def variants(arch: str, dtype: torch.dtype) -> Iterator[KernelVariant]:
     """Every kernel for every example layer, without repeating equal ones."""
     seen = set()
     for layer in EXAMPLE_LAYERS:
-        launches = (*_forward(layer, arch, dtype), *_backward(layer, arch, dtype))
-        for name, launch, multiplies in (*launches, *_routing(layer, arch)):
+        launches = (*_experts(layer, arch, dtype), *_routing(layer, arch))
+        for name, launch, multiplies in launches:
             # float32 products are exact, in no tensor core
             needs_tensor_cores = multiplies and dtype != torch.float32
             variant = variant_of(launch, name, needs_tensor_cores=needs_tensor_cores)
@@ -53,24 +53,11 @@ def variants(arch: str, dtype: torch.dtype) -> Iterator[KernelVariant]:
 _Named = tuple[str, Launch, bool]
 
 
-def _forward(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[_Named]:
-    chunk, weights = layer.chunk(dtype), layer.weights(dtype)
-    x_TD, a_RF, ordered = chunk.tokens.x_TD, layer.hidden(dtype).a_RF, layer.ordered(dtype)
-    assert a_RF is not None
-    suffix = f"{layer.name}/{dtype}".replace("torch.", "")
-    config = tuned_config("up_gate", arch, layer.shape_class(dtype), dtype)
-    launch = up_gate_launch(a_RF, chunk, weights, layer.activation(), config)
-    yield f"up_gate/{suffix}", launch, True
-    config = tuned_config("down", arch, layer.shape_class(dtype), dtype)
-    for name, into in (("down_scatter", None), ("down_rows", ordered)):
-        yield f"{name}/{suffix}", down_launch(x_TD, into, a_RF, chunk, weights, config), True
-    config = tuned_config("sum_rows", arch, "narrow", dtype)
-    yield f"sum_rows/{suffix}", sum_rows_launch(x_TD, ordered, chunk, config), False
-
-
-def _backward(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[_Named]:
+def _experts(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[_Named]:
     chunk, weights, hidden = layer.chunk(dtype), layer.weights(dtype), layer.hidden(dtype)
-    x_TD, sums = chunk.tokens.x_TD, layer.weights(torch.float32)
+    x_TD, a_RF, ordered = chunk.tokens.x_TD, hidden.a_RF, layer.ordered(dtype)
+    assert a_RF is not None
+    sums, activation = layer.weights(torch.float32), layer.activation()
     suffix = f"{layer.name}/{dtype}".replace("torch.", "")
 
     def config(kernel: str) -> TunedConfig:
@@ -79,17 +66,23 @@ def _backward(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[_N
     def narrow(kernel: str) -> TunedConfig:
         return tuned_config(kernel, arch, "narrow", dtype)
 
-    num_parts = cdiv(layer.expert_dim, config("hidden_backward").constexprs["BLOCK_N"])
+    up_gate = up_gate_launch(a_RF, chunk, weights, activation, config("up_gate"))
+    yield f"up_gate/{suffix}", up_gate, True
+    for name, into in (("down_scatter", None), ("down_rows", ordered)):
+        launch = down_launch(x_TD, into, a_RF, chunk, weights, config("down"))
+        yield f"{name}/{suffix}", launch, True
+    yield f"sum_rows/{suffix}", sum_rows_launch(x_TD, ordered, chunk, narrow("sum_rows")), False
+
+    tuned = config("hidden_backward")
+    num_parts = cdiv(layer.expert_dim, tuned.constexprs["BLOCK_N"])
     parts_CR = x_TD.new_empty((num_parts, chunk.num_rows), dtype=torch.float32)
-    launch = hidden_backward_launch(
-        hidden, parts_CR, x_TD, chunk, weights, layer.activation(), config("hidden_backward")
-    )
+    launch = hidden_backward_launch(hidden, parts_CR, x_TD, chunk, weights, activation, tuned)
     yield f"hidden_backward/{suffix}", launch, True
     launch = score_gradients_launch(
         chunk.tokens.scores_N, parts_CR, x_TD, chunk, weights, narrow("score_gradients")
     )
     yield f"score_gradients/{suffix}", launch, False
-    for name, into in (("dx_scatter", None), ("dx_rows", layer.ordered(dtype))):
+    for name, into in (("dx_scatter", None), ("dx_rows", ordered)):
         launch = dx_launch(x_TD, into, hidden, chunk, weights, config("dx"))
         yield f"{name}/{suffix}", launch, True
     yield f"dw13/{suffix}", dw13_launch(sums, hidden, chunk, True, config("dw13")), True

@@ -3,6 +3,7 @@
 Torchtitan and Megatron-Core are imported only when one of theirs is asked for.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,16 +30,11 @@ _MAX_IMBALANCE = 1.25
 
 
 def build_layer(
-    name: str,
-    setting: Setting,
-    group: dist.ProcessGroup,
-    *,
-    num_slices: int | None,
-    max_rows_per_step: int | None,
+    name: str, setting: Setting, group: dist.ProcessGroup, options: RelayOptions
 ) -> Layer:
-    """Build implementation ``name`` on this rank."""
+    """Build implementation ``name`` on this rank; ``options`` are of the relay's."""
     if name.startswith("relay-"):
-        return _relay_layer(name, setting, group, num_slices, max_rows_per_step)
+        return _relay_layer(name, setting, group, options)
     if name.startswith("torchtitan"):
         from layer_bench.torchtitan_layer import torchtitan_layer
 
@@ -56,11 +52,7 @@ def build_layer(
 
 
 def _relay_layer(
-    name: str,
-    setting: Setting,
-    group: dist.ProcessGroup,
-    num_slices: int | None,
-    max_rows_per_step: int | None,
+    name: str, setting: Setting, group: dist.ProcessGroup, options: RelayOptions
 ) -> Layer:
     weights = [weight.requires_grad_() for weight in setting.weights(dist.get_rank(group))]
     experts = ExpertWeights(*weights)
@@ -68,11 +60,10 @@ def _relay_layer(
     if ring_group is not None:
         relay_ring(ring_group)
     weighed = name == "relay-weighed"
-    options = RelayOptions(
+    options = replace(
+        options,
         circulate="auto" if weighed else name.removeprefix("relay-"),  # type: ignore[arg-type]
         max_imbalance=_MAX_IMBALANCE if weighed else None,
-        num_slices=num_slices or "auto",
-        max_rows_per_step=max_rows_per_step or "auto",
         layer=name,
     )
 

@@ -40,7 +40,7 @@ def megatron_layer(name: str, setting: Setting, group: dist.ProcessGroup) -> Lay
     if setting.device == "cpu":
         _adapt_dispatcher_to_cpu()
     rank = dist.get_rank(group)
-    alone = _group_of_this_rank(group)
+    alone, _ = dist.new_subgroups(1, group)  # for the axes that the benchmark does not use
     groups = ProcessGroupCollection()
     for axis in ("tp", "cp", "expt_tp", "expt_dp", "tp_cp", "tp_dp_cp"):
         setattr(groups, axis, alone)
@@ -143,17 +143,6 @@ def _config(setting: Setting) -> Any:
         use_cpu_initialization=setting.device == "cpu",
         gradient_accumulation_fusion=False,
     )
-
-
-def _group_of_this_rank(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Each rank alone, for the axes that the benchmark does not use; a collective call."""
-    mine = None
-    for rank in dist.get_process_group_ranks(group):
-        made = dist.new_group([rank])
-        if rank == dist.get_rank():
-            mine = made
-    assert mine is not None
-    return mine
 
 
 def _adapt_dispatcher_to_cpu() -> None:
