@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from budget.candidates import Choice, within_budget
-from budget.where_time_goes import Share, largest_shares
 from titan_relay.commands.arguments import above_0, at_least_1, parse_with_keys, script_parser
 from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variant_names
 from titan_relay.config import ConfigError, RunConfig
@@ -36,6 +36,18 @@ from titan_relay.titan.plan.measure import measure_steps, small_trainer
 from titan_relay.units import MIB, in_mib
 
 EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Share:
+    """One operator, without those that it calls: its part of the step's time, and its calls."""
+
+    operator: str
+    share: float
+    num_calls: int
+
+    def line(self) -> str:
+        return f"  {100 * self.share:5.1f}%  {self.num_calls:>7,}  {self.operator}"
 
 
 @dataclass(frozen=True)
@@ -152,6 +164,22 @@ def _shares(choice: Choice, world_size: int, num: int) -> list[Share]:
             return largest_shares(step, num)
         step()
         return []
+
+
+def largest_shares(step: Callable[[], object], num: int) -> list[Share]:
+    """The `num` operators with the most time of their own in one call of `step`.
+
+    What runs between operators, such as Python and waiting for other ranks, counts to the operator
+    around it, or to none.
+    """
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    averages = [each for each in profiled.key_averages() if each.self_cpu_time_total > 0]
+    averages.sort(key=lambda each: -each.self_cpu_time_total)
+    total = sum(each.self_cpu_time_total for each in averages)
+    return [Share(each.key, each.self_cpu_time_total / total, each.count) for each in averages][
+        :num
+    ]
 
 
 def table(speeds: list[Speed]) -> str:

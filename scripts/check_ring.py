@@ -21,12 +21,11 @@ from typing import Literal
 import torch
 
 from layer_bench.setting import DTYPES, Setting, add_layer_options, parse_layer
-from layer_check.dense_truth import Expected, expected_results, relative_error
+from layer_check.dense_truth import Expected, Tensors, expected_results, relative_error
 from layer_check.loopback import LoopbackWorld
 from relay_kernels import (
     KERNELS,
     ExpertWeights,
-    Gradients,
     KernelChoiceError,
     SwiGLU,
     uses_triton,
@@ -54,21 +53,6 @@ ALLOCATOR_LIMIT = 0.05  # blocks are rounded up to 512 bytes, large ones left wi
 
 
 @dataclass(frozen=True)
-class Results:
-    """One rank's."""
-
-    out_TD: torch.Tensor
-    gradients: Gradients
-
-    def tensors(self) -> list[torch.Tensor]:
-        g = self.gradients
-        assert g.dx_TD is not None
-        assert g.dscores_TK is not None
-        assert g.weights is not None
-        return [self.out_TD, g.dx_TD, g.dscores_TK, *g.weights.tensors()]
-
-
-@dataclass(frozen=True)
 class Bytes:
     """Peaks of all ranks together, forward and backward: ``allocator`` is 0 without a GPU."""
 
@@ -92,16 +76,16 @@ class Layer:
         shape = layer_shape(x_TD, scores_TK, self.weights[rank], self.setting.ep, self.options)
         return RelayCall(shape, self.options, SwiGLU(), ring, operation)
 
-    def run(self, tracker: LiveBytes | None = None) -> list[Results]:
-        """Forward and backward on every rank."""
+    def run(self, tracker: LiveBytes | None = None) -> list[Tensors]:
+        """Forward and backward on every rank: the output, and all gradients."""
 
-        def on_rank(rank: int, ring: Ring | None) -> Results:
+        def on_rank(rank: int, ring: Ring | None) -> Tensors:
             with _counting(tracker):
                 return self._on_rank(rank, ring)
 
         return self.world.run(on_rank)
 
-    def _on_rank(self, rank: int, ring: Ring | None) -> Results:
+    def _on_rank(self, rank: int, ring: Ring | None) -> Tensors:
         inputs, weights = self.inputs[rank], self.weights[rank]
         forward = self.call(rank, ring, "forward")
         slices = token_slices(forward.shape.num_tokens, self.setting.ep, self.options)
@@ -113,7 +97,11 @@ class Layer:
         out_TD = layer_forward(forward, *args)
         backward = self.call(rank, ring, "backward")
         wants = Wants(True, True, True)
-        return Results(out_TD, layer_backward(backward, wants, inputs.dout_TD, *args))
+        gradients = layer_backward(backward, wants, inputs.dout_TD, *args)
+        assert gradients.dx_TD is not None
+        assert gradients.dscores_TK is not None
+        assert gradients.weights is not None
+        return [out_TD, gradients.dx_TD, gradients.dscores_TK, *gradients.weights.tensors()]
 
     def measure(self, expected: Expected) -> tuple[dict[str, float], Bytes]:
         """One run: the largest error over ranks by result, and the bytes of everything made."""
@@ -160,13 +148,13 @@ class Layer:
         return statistics.median(times_ms) if times_ms else None
 
 
-def _errors(results: Sequence[Results], expected: Expected) -> dict[str, float]:
+def _errors(results: Sequence[Tensors], expected: Expected) -> dict[str, float]:
     """The largest over ranks, by result."""
     names = ("out", "dx", "dscores", "dw1", "dw2", "dw3")
     worst = dict.fromkeys(names, 0.0)
     for rank, result in enumerate(results):
         truths = expected.of_rank(rank, len(results))
-        for name, mine, truth in zip(names, result.tensors(), truths, strict=True):
+        for name, mine, truth in zip(names, result, truths, strict=True):
             worst[name] = max(worst[name], relative_error(mine, truth))
     return worst
 

@@ -27,10 +27,18 @@ def main() -> int:
     parser.add_argument("--data-only", action="store_true", help="stop before training")
     arguments = parser.parse_args()
     steps = arguments.steps
+    relay = [sys.executable, "-m", "titan_relay"]
+    corpus = [*relay, "corpus", "--out", str(CORPUS)]
+    tokenizer = [*relay, "tokenizer", "--files", str(CORPUS / "train.jsonl")]
+    tokenizer += ["--special-tokens", END_OF_TEXT, "--vocab-size", "4096"]
+    tokenizer += ["--out", str(RANKS), "--report", str(REPORT)]
+    train = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    train += ["--nproc_per_node", str(NUM_RANKS), "train.py"]
+    train += ["--config", "train_configs/demo.toml", "--training.steps", str(steps)]
     stages = [
-        ("[1/3] corpus: the standard library's source", _corpus_command(), CORPUS),
-        ("[2/3] tokenizer: byte-level BPE", _tokenizer_command(), REPORT),
-        (f"[3/3] training to step {steps} on {NUM_RANKS} ranks", _train_command(steps), None),
+        ("[1/3] corpus: the standard library's source", corpus, CORPUS),
+        ("[2/3] tokenizer: byte-level BPE", tokenizer, REPORT),
+        (f"[3/3] training to step {steps} on {NUM_RANKS} ranks", train, None),
     ]
     if arguments.data_only:
         stages.pop()
@@ -53,23 +61,6 @@ def _environment() -> dict[str, str]:
 
     too_few = 0 < torch.cuda.device_count() < NUM_RANKS
     return os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if too_few else {})
-
-
-def _corpus_command() -> list[str]:
-    return [sys.executable, "-m", "titan_relay", "corpus", "--out", str(CORPUS)]
-
-
-def _tokenizer_command() -> list[str]:
-    files = ["--files", str(CORPUS / "train.jsonl"), "--special-tokens", END_OF_TEXT]
-    outputs = ["--out", str(RANKS), "--report", str(REPORT), "--vocab-size", "4096"]
-    return [sys.executable, "-m", "titan_relay", "tokenizer", *files, *outputs]
-
-
-def _train_command(steps: int) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ranks = ["--nproc_per_node", str(NUM_RANKS)]
-    config = ["train.py", "--config", "train_configs/demo.toml", "--training.steps", str(steps)]
-    return [*torchrun, *ranks, *config]
 
 
 def _report(steps: int) -> None:

@@ -30,11 +30,11 @@ class RelayLayer:
         self._forward = forward_workspace(shape)
         self._backward = backward_workspace(shape, problem.x_TD.dtype)
         self.out_TD = torch.zeros_like(problem.x_TD)
-        self.gradients = Gradients(
-            torch.zeros_like(problem.x_TD),
-            torch.zeros_like(problem.tokens.scores_TK),
-            problem.weights.empty_like(num_experts),
-        )
+        dx_TD = torch.zeros_like(problem.x_TD)
+        dscores_TK = torch.zeros_like(problem.tokens.scores_TK)
+        dweights = problem.weights.empty_like(num_experts)
+        self._into = Gradients(dx_TD, dscores_TK, dweights)
+        self._gradients = [dx_TD, dscores_TK, *dweights.tensors()]
 
     def forward(self) -> torch.Tensor:
         """``out_TD``."""
@@ -44,10 +44,7 @@ class RelayLayer:
 
     def backward(self) -> list[torch.Tensor]:
         """dx, dscores, dW1, dW2, dW3."""
-        into, p = self.gradients, self.problem
-        assert into.dx_TD is not None
-        assert into.dscores_TK is not None
-        assert into.weights is not None
-        into.dx_TD.zero_()
-        backward_experts_(into, p.dout_TD, p.tokens, p.weights, SwiGLU(), self._backward)
-        return [into.dx_TD, into.dscores_TK, *into.weights.tensors()]
+        p = self.problem
+        self._gradients[0].zero_()  # summed into
+        backward_experts_(self._into, p.dout_TD, p.tokens, p.weights, SwiGLU(), self._backward)
+        return self._gradients

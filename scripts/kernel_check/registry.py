@@ -124,7 +124,9 @@ def variant_of(launch: Launch, name: str, *, needs_tensor_cores: bool) -> Kernel
             continue
         signature[argument] = _triton_type(value)
         aligns = specialises and not parameter.do_not_specialize_on_alignment
-        if aligns and isinstance(value, int | torch.Tensor) and _is_divisible(value):
+        is_divisible = isinstance(value, int) and value % _ALIGNMENT == 0
+        # a fresh allocation is aligned
+        if aligns and (is_divisible or isinstance(value, torch.Tensor)):
             divisible.append(argument)
     return KernelVariant(
         name,
@@ -146,9 +148,3 @@ def _triton_type(value: Any) -> str:
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _is_divisible(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True  # a fresh allocation is
-    return value % _ALIGNMENT == 0
