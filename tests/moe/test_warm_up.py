@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import check_ring
+from layer_bench.setting import Setting
 from titan_relay.moe import LayerShape, RelayOptions, warm_up
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_every_kernel_of_a_layer_is_warmed_up(circulate, deterministic):
         deterministic=deterministic,
     )  # fmt: skip
     sizes = [f"--{name}={value}" for name, value in SIZES.items()]
-    setting = check_ring.setting_of(check_ring.parse([*sizes, "--device", DEVICE.type]), 2)
+    setting = Setting.of(check_ring.parse([*sizes, "--device", DEVICE.type]), 2)
     layer, launches = check_ring.Layer(setting, options), Launches()
     with told_apart(), launches.recorded():
         warm_up(layer.call(0, None, "forward").shape, options, DEVICE)
