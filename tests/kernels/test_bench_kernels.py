@@ -19,7 +19,7 @@ from kernel_bench.search import search
 from relay_kernels.tuning import TunedConfig, trial, tuned_config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Which of the two runs kernels is settled when triton is imported, for the whole process.
+# Which of the two runs kernels is decided when triton is imported, for the whole process.
 by_interpreter = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU kernels run on it, not by the interpreter"
 )

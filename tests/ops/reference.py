@@ -1,4 +1,4 @@
-"""Slow float64 references of the lean ops, in plain autograd, sharing no code with them."""
+"""Slow float64 references of the ops, in plain autograd, sharing no code with them."""
 
 import torch
 

@@ -90,7 +90,7 @@ def comparison_run(
 ) -> RunConfig:
     """The run of one step on rows of `shape` `(B, S)`: the model and ring of `run`, all else plain.
 
-    What only training adds (balancing losses and biases) is off; `folder` gets a stand-in for the
+    What only training adds (balancing losses and biases) is off; `folder` gets a substitute for the
     data, which is never read.
     """
     num_rows, row_len = shape
