@@ -1,7 +1,7 @@
 """The tests of kernels and of the loop-back ring, in several pytest processes side by side.
 
     python scripts/gpu_tests.py                                  what scripts/gpu_check.sh runs
-    python scripts/gpu_tests.py --processes 2 tests/kernels/test_routing_ops.py
+    python scripts/gpu_tests.py --processes 2 tests/kernels/test_routing.py
 
 On a GPU nearly all of their time is the compiler's, which a process uses for one kernel after
 another; compiled kernels are shared by Triton's cache. Needs pytest and none of its plugins.

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -135,9 +136,12 @@ def test_vocabulary_report_and_section(
     out, report = tmp_path / "new" / "tok.tiktoken", tmp_path / "report.json"
     options = ["--files", str(corpus / "train.jsonl"), "--out", str(out)]
     options += ["--vocab-size", "512", "--report", str(report)]
-    assert main(["tokenizer", *options, "--special-tokens", "<|endoftext|>", "<|pad|>"]) == 0
+    assert main(["tokenizer", *options, "--special-tokens", "<|endoftext|>", "<🚀>"]) == 0
     assert len(read_rank_file(out)) == 510
-    assert 'special_tokens = { "<|endoftext|>" = 510, "<|pad|>" = 511 }' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    section = tomllib.loads(printed[printed.index("[tokenizer]") :])["tokenizer"]
+    assert section["special_tokens"] == {"<|endoftext|>": 510, "<🚀>": 511}
+    assert section["path"] == str(out)
     tokenizer = load_tokenizer(
         TokenizerConfig(
             path=str(out), special_tokens={"<|endoftext|>": 510}, eos_token="<|endoftext|>"

@@ -1,4 +1,4 @@
-"""The ops that keep little: values and gradients against float64, what they save, fake tensors against real."""
+"""The ops: values and gradients against float64, what they save, fake tensors against real."""
 
 from collections.abc import Callable
 from typing import Any

@@ -18,6 +18,7 @@ from pathlib import Path
 from titan_relay.commands.arguments import at_least_1, command_parser
 from titan_relay.config import ConfigError
 from titan_relay.config.schema_data import TokenizerConfig
+from titan_relay.config.toml import dump_tables
 from titan_relay.data import load_tokenizer
 from titan_relay.data.bpe import NUM_BYTES, train_bpe
 from titan_relay.data.documents import Document
@@ -118,9 +119,7 @@ def _texts(documents: LocalDocuments, label: str) -> Iterator[str]:
 
 def _print_section(config: TokenizerConfig) -> None:
     """Print the `[tokenizer]` section that uses what was written."""
-    tokens = ", ".join(f"{json.dumps(k)} = {v}" for k, v in config.special_tokens.items())
-    print(f'[tokenizer]\nkind = "tiktoken"\npath = {json.dumps(config.path)}')
-    print(f"pattern = {json.dumps(config.pattern)}\nspecial_tokens = {{ {tokens} }}")
-    print(f"add_eos = {str(config.add_eos).lower()}")
-    if config.eos_token:
-        print(f"eos_token = {json.dumps(config.eos_token)}")
+    names = ("kind", "path", "pattern", "special_tokens", "add_eos", "eos_token")
+    section = {name: getattr(config, name) for name in names}
+    given = {name: value for name, value in section.items() if value not in (None, "")}
+    print(dump_tables({"tokenizer": given}), end="")
