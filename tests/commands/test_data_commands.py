@@ -177,6 +177,11 @@ def test_tokenizer_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["--files", str(small), "--out", out], "which gives only 259 ids"),
         (["--files", str(small), "--out", out, "--text-column", "body"], "columns present: text"),
         (["--files", str(small), "--out", out, "--pattern", "(a"], "is not a valid expression"),
+        (["--files", str(small), "--out", out, "--pattern", ""], "is empty"),
+        (["--files", str(small), "--out", out, "--special-tokens", ""], "a token is empty"),
+        (["--files", str(small), "--out", out, "--vocab-size", "9" * 14], "must be at most"),
+        (["--files", str(small), "--out", str(tmp_path)], "is a folder"),
+        (["--files", str(small), "--out", out, "--report", str(tmp_path)], "is a folder"),
         (["--files", str(small), "--out", out, "--pattern", "gpt5"], "not a known pattern"),
     ]
     for options, message in cases:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_relay.commands.arguments import above_0, command_parser, refuse_typos
-from titan_relay.config import RunConfig, load_config
+from titan_relay.config import ConfigError, RunConfig, load_config
 from titan_relay.units import in_gib
 from titan_relay.validate import validate_model
 
@@ -102,6 +102,8 @@ def _convert(args: argparse.Namespace, run: RunConfig) -> None:
     if args.action == "from-hf":
         from_hf(args.hf_dir, run.model, args.out, dtype=dtype, skip=args.skip)
     else:
+        if args.assets and not args.assets.is_dir():
+            raise ConfigError(f"--assets {args.assets}: no such folder")
         tokenizer = [] if args.assets else tokenizer_of(run.tokenizer)
         options = ExportOptions(dtype, args.assets, tokenizer, int(args.shard_gb * 1e9))
         to_hf(args.checkpoint, run.model, args.out, options)

@@ -28,6 +28,7 @@ from titan_relay.data.statistics import corpus_statistics
 from titan_relay.data.tokenizer_files import write_rank_file
 
 _SECONDS_BETWEEN_LINES = 2.0
+_MOST_IDS = 2**24  # the trainer reserves memory for all of them at once
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,6 +74,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             f"--vocab-size {args.vocab_size}: must be at least {smallest}: "
             "256 bytes and the special tokens"
         )
+    if args.vocab_size > _MOST_IDS:
+        raise ConfigError(f"--vocab-size {args.vocab_size}: must be at most {_MOST_IDS}")
+    if not args.pattern:
+        raise ConfigError("--pattern '': is empty; leave it out for the default")
+    if "" in args.special_tokens:
+        raise ConfigError("--special-tokens '': a token is empty; leave the option's value out")
+    for option, path in (("--out", args.out), ("--report", args.report)):
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{option} {path}: is a folder; name a file in it")
     if len(set(args.special_tokens)) != len(args.special_tokens):
         raise ConfigError(f"--special-tokens {' '.join(args.special_tokens)}: one is named twice")
     return args

@@ -16,7 +16,9 @@ from titan_relay.validate import validate
 
 def main(arguments: Sequence[str]) -> int:
     """Train, or answer what is asked for instead; returns the process's exit code."""
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = 0, 1  # without a launcher, whatever a batch system has set
+    if "RANK" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     if "--help" in arguments or "-h" in arguments:
         _say(rank, help_text())
         return 0

@@ -299,6 +299,9 @@ def test_the_command_line_checks_converts_and_speaks_in_one_line(
     assert error.count("\n") == 1
     assert call("to-hf", *checkpoint, "--out", str(folder)) == 2
     assert "is not empty" in capsys.readouterr().err
+    nowhere = ("--out", str(tmp_path / "new"), "--assets", str(tmp_path / "nope"))
+    assert call("to-hf", *checkpoint, *nowhere) == 2
+    assert not (tmp_path / "new").exists()
 
 
 def written_config(folder: Path, tmp_path: Path) -> Path:
