@@ -27,7 +27,7 @@ from titan_relay.config import ConfigError, RunConfig, load_config, with_setting
 from titan_relay.local_ranks import largest, on_ranks, say
 from titan_relay.measure.devices import device_named
 from titan_relay.titan.plan.dry_run import dry_run
-from titan_relay.titan.plan.measure import measure_steps
+from titan_relay.titan.plan.measure import measure_steady_bytes
 from titan_relay.units import MIB
 from titan_relay.validate import validate
 
@@ -133,11 +133,10 @@ def all_cases(configs: list[str], world_size: int) -> Iterator[tuple[Case, RunCo
 
 
 def _measure(runs: list[RunConfig], world_size: int) -> list[int]:
-    """The largest rank's peak of a second step, by run; every rank calls alike."""
+    """The largest rank's peak of a step after the first, by run; every rank calls alike."""
     peaks = []
     for number, run in enumerate(runs, 1):
-        second = measure_steps(run, world_size, num_steps=2)[1]
-        peaks.append(largest(second.first.live_bytes))
+        peaks.append(largest(measure_steady_bytes(run, world_size)))
         say(f"measured {number} of {len(runs)}")
     return peaks
 

@@ -25,7 +25,7 @@ def script(name: str, *arguments: str, code: int = 0) -> subprocess.CompletedPro
         text=True,
         timeout=900,
     )
-    assert done.returncode == code, done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done
 
 

@@ -40,3 +40,13 @@ def measure_steps(
         run, world_size, num_steps=num_steps, compute_in_float32=compute_in_float32
     ) as trainer:
         return [record_step(trainer) for _ in range(num_steps)]
+
+
+def measure_steady_bytes(run: RunConfig, world_size: int, *, num_steps: int = 4) -> int:
+    """This rank's peak of live bytes in a step after the first: the lowest of all but the first.
+
+    Equal steps take equal bytes, but a thread of gloo may hold a buffer of a collective that has
+    ended for a moment longer, and that moment may be the peak's. That only ever adds.
+    """
+    steps = measure_steps(run, world_size, num_steps=num_steps)
+    return min(step.first.live_bytes for step in steps[1:])
