@@ -2,10 +2,12 @@
 
 import re
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import IDS, PAGES, ROOT, blocks, fragments, prose
 from titan_relay.cli import COMMANDS
 from titan_relay.config import ConfigError, load_config
 from titan_relay.config.load import read_tables
@@ -13,16 +15,12 @@ from titan_relay.config.schema import keys, sections
 from titan_relay.config.toml import WrittenFloat
 from titan_relay.validate import validate
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
-
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 OPTION = re.compile(r"--([a-z_]+(?:\.[a-z0-9_]+)+)")
 DOTTED = re.compile(r"`([a-z_]+(?:\.[a-z0-9_]+)+)(?: = [^`]*)?`")
 MAKE = re.compile(r"(?:^|`|&& )make((?: +[A-Z_]+=\S+)*) +([a-z][a-z-]*)", re.MULTILINE)
+IMPORT = re.compile(r"^from (titan_relay[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 FILE_SUFFIXES = (".json", ".jsonl", ".md", ".py", ".tiktoken", ".toml")
 RANKS = re.compile(r"# (\d+) ranks")
@@ -55,10 +53,6 @@ add_eos = false
 """
 
 
-def fragments(page: Path, language: str) -> list[str]:
-    return [code for name, code in FENCE.findall(page.read_text("utf-8")) if name == language]
-
-
 def alternatives(fragment: str) -> list[str]:
     """A fragment, or, where it shows several ways to write one section, each of them."""
     try:
@@ -66,10 +60,6 @@ def alternatives(fragment: str) -> list[str]:
     except tomllib.TOMLDecodeError:
         return re.split(r"\n\n(?=\[)", fragment)
     return [fragment]
-
-
-def prose(page: Path) -> str:
-    return FENCE.sub("", page.read_text("utf-8"))
 
 
 def anchor(heading: str) -> str:
@@ -118,7 +108,7 @@ def test_keys_that_are_named_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_make_targets_exist(page: Path) -> None:
     targets = set(TARGET.findall((ROOT / "Makefile").read_text("utf-8")))
-    shell = [code for _, code in FENCE.findall(page.read_text("utf-8"))]
+    shell = [block.text for block in blocks(page)]
     # Outside code, "make" is an English word unless it is quoted.
     quoted = re.findall(r"`make [^`]+`", prose(page))
     for _, target in MAKE.findall("\n".join([*shell, *quoted])):
@@ -132,6 +122,14 @@ def test_commands_and_scripts_that_are_named_exist(page: Path) -> None:
         assert name in COMMANDS, name
     for script in re.findall(r"\bscripts/[\w/]+\.\w+", text):
         assert (ROOT / script).is_file(), script
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_names_that_are_imported_exist(page: Path) -> None:
+    code = "\n".join(block.text for block in blocks(page) if not block.file)
+    for module, names in IMPORT.findall(code):
+        for name in names.split(", "):
+            assert hasattr(import_module(module), name), f"{module}.{name}"
 
 
 def test_layouts_of_the_quick_start_are_legal(tmp_path: Path) -> None:
@@ -159,17 +157,3 @@ def test_the_first_file_of_the_quick_start_is_a_whole_run(tmp_path: Path) -> Non
     file.write_text(whole, encoding="utf-8")
     loaded = load_config(["--config", str(file)])
     validate(loaded.config, 1, loaded.sources, files=False)
-
-
-def test_adding_a_model_shows_the_smallest_family_as_it_is() -> None:
-    """Of those that map names themselves; Qwen3's adapter is torchtitan's."""
-    families = ROOT / "titan_relay" / "titan" / "model" / "families"
-    names = [
-        path.stem
-        for path in families.glob("*.py")
-        if "\nclass Adapter(adapter." in path.read_text()
-    ]
-    smallest = min(names, key=lambda name: len((families / f"{name}.py").read_text().splitlines()))
-    family, registration = fragments(ROOT / "docs" / "add_a_model.md", "python")
-    assert family == (families / f"{smallest}.py").read_text("utf-8")
-    assert registration in (families / "__init__.py").read_text("utf-8")

@@ -9,8 +9,8 @@ from typing import Literal
 
 from titan_relay.config.fields import option, section
 
-# The families of titan_relay.titan.model.families. A key that not every one has gets a neutral
-# default here and is named in the files of those that have it.
+# The one home of the families' names: each is a file in titan_relay/titan/model/families. A key
+# that not every one has gets a neutral default here and stands in the files of those that have it.
 FamilyName = Literal["mixtral", "mla_moe", "phimoe", "qwen2_moe", "qwen3_moe"]
 
 

@@ -85,17 +85,29 @@ def _mistakes() -> dict[str, Job]:
 MISTAKES = _mistakes()
 
 
+def _asked(request: pytest.FixtureRequest) -> set[str]:
+    """Names of the jobs of this module's selected tests; the table asks for all."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    if any(item.name == test_hf_parity_table.__name__ for item in tests):
+        return {*map(str, JOBS), *MISTAKES}
+    return {str(value) for item in tests for value in item.callspec.params.values()}
+
+
 @pytest.fixture(scope="module")
-def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Differences]:
-    """Differences by job: the largest of all ranks."""
+def differences(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Differences]:
+    """Differences by job, the largest of all ranks; of the jobs that selected tests ask for."""
+    asked = _asked(request)
     folder = tmp_path_factory.mktemp("hf")
     write_data(folder)
     config_file(folder)
     for index, case in enumerate(CASES):
         write_reference(folder / str(index), case, seed=index)
-    one_rank = [*_jobs(ONE_RANK), *MISTAKES.values()]
+    one_rank = [job for job in (*_jobs(ONE_RANK), *MISTAKES.values()) if str(job) in asked]
     found = run_ranks(compare_all, 1, str(folder), one_rank)[0]
-    by_rank = run_ranks(compare_all, 2, str(folder), _jobs(TWO_RANKS))
+    two_ranks = [job for job in _jobs(TWO_RANKS) if str(job) in asked]
+    by_rank = run_ranks(compare_all, 2, str(folder), two_ranks)
     return found | {
         key: max((each[key] for each in by_rank), key=Differences.largest) for key in by_rank[0]
     }

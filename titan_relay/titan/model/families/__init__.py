@@ -7,18 +7,18 @@ What families share is in `decoder` (the model and its block), `parts` (everythi
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import get_args
+
 from titan_relay.config import RunConfig, Sources
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.model.families import mixtral, mla_moe, phimoe, qwen2_moe, qwen3_moe
+from titan_relay.config.schema_model import FamilyName
 from titan_relay.titan.model.families.decoder import RelayDecoder
 from titan_relay.titan.model.families.family import Family, check_limits
 
+# Their names have one home, the configuration, which loads without torch; each is a file here.
 FAMILIES: dict[str, Family] = {
-    "mixtral": mixtral.FAMILY,
-    "mla_moe": mla_moe.FAMILY,
-    "phimoe": phimoe.FAMILY,
-    "qwen2_moe": qwen2_moe.FAMILY,
-    "qwen3_moe": qwen3_moe.FAMILY,
+    name: import_module(f"{__name__}.{name}").FAMILY for name in get_args(FamilyName)
 }
 
 

@@ -88,7 +88,7 @@ GQA = (
     HfKey("head_dim", ("head_dim",), default=_head_dim),
     HfKey("moe.aux_loss_coeff", ("router_aux_loss_coef",), default=0.0, choice=True),
 )
-# Mixtral's names for its experts, and Qwen's.
+# Mixtral's names for its experts, Qwen's and DeepSeek's.
 LOCAL_EXPERTS = (
     HfKey("moe.num_experts", ("num_local_experts",)),
     HfKey("moe.expert_dim", ("intermediate_size",)),
@@ -97,6 +97,21 @@ QWEN_EXPERTS = (
     HfKey("moe.num_experts", ("num_experts", "num_local_experts")),
     HfKey("moe.expert_dim", ("moe_intermediate_size",)),
     HfKey("moe.route_norm", ("norm_topk_prob",)),
+)
+DEEPSEEK_EXPERTS = (
+    HfKey("moe.num_experts", ("n_routed_experts",)),
+    HfKey("moe.expert_dim", ("moe_intermediate_size",)),
+    HfKey(
+        "moe.shared_expert_dim",
+        ("n_shared_experts",),
+        default=0,
+        read=lambda count, config: count * config["moe_intermediate_size"],
+        write=lambda model: model.moe.shared_expert_dim // model.moe.expert_dim,
+    ),
+    HfKey("moe.route_norm", ("norm_topk_prob",)),
+    HfKey("moe.route_scale", ("routed_scaling_factor",)),
+    HfKey("moe.num_expert_groups", ("n_group",)),
+    HfKey("moe.num_limited_groups", ("topk_group",)),
 )
 SOFTMAX = {"moe.score_func": "softmax", "moe.route_scale": 1.0}
 

@@ -131,19 +131,7 @@ _KEYS = (
     HfKey("mla.qk_nope_head_dim", ("qk_nope_head_dim",)),
     HfKey("mla.qk_rope_head_dim", ("qk_rope_head_dim",)),
     HfKey("mla.v_head_dim", ("v_head_dim",)),
-    HfKey("moe.num_experts", ("n_routed_experts",)),
-    HfKey("moe.expert_dim", ("moe_intermediate_size",)),
-    HfKey(
-        "moe.shared_expert_dim",
-        ("n_shared_experts",),
-        default=0,
-        read=lambda count, config: count * config["moe_intermediate_size"],
-        write=lambda model: model.moe.shared_expert_dim // model.moe.expert_dim,
-    ),
-    HfKey("moe.route_norm", ("norm_topk_prob",)),
-    HfKey("moe.route_scale", ("routed_scaling_factor",)),
-    HfKey("moe.num_expert_groups", ("n_group",)),
-    HfKey("moe.num_limited_groups", ("topk_group",)),
+    *architecture.DEEPSEEK_EXPERTS,
 )
 _FIXED = {
     "moe.score_func": "sigmoid",
