@@ -236,7 +236,8 @@ DATA = [
     ),
     Wrong(
         "tokenizer folder without a tokenizer",
-        'case.toml: tokenizer.path = "corpus": has no tokenizer.json',
+        'case.toml: tokenizer.path = "corpus": has no tokenizer.json; it has: '
+        "notes.md, train.jsonl",
         toml='[tokenizer]\nkind = "huggingface"\npath = "corpus"',
     ),
     Wrong(

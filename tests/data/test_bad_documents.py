@@ -206,7 +206,7 @@ def test_unusable_files_are_refused_with_the_fix(tmp_path: Path) -> None:
         ("no.parquet", "is not a readable Parquet file"),
         ("bad.json", "is not valid JSON"),
         ("empty.jsonl", "no documents in"),
-        ("x.csv", 'ends in ".csv"; readable are .jsonl, .json, .parquet, .txt'),
+        ("x.csv", 'x.csv": must end in .jsonl, .json, .parquet or .txt'),
         ("*.arrow", "matches no file"),
         ("", "is a folder; name its files"),
     ]

@@ -75,7 +75,7 @@ ENTRY = MixtureEntry(name="a", weight=1.0, files=("d.jsonl",))
         (DataConfig(mixture=(replace(ENTRY, weight=0.0),)), 'weight = 0.0 of "a" must be above 0'),
         (
             DataConfig(mixture=(replace(ENTRY, files=("none",)),)),
-            'data.mixture "a" files: "none" matches no file',
+            'data.mixture "a" files: "none": no such file in ',
         ),
     ],
 )

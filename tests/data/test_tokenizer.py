@@ -155,7 +155,7 @@ def test_errors_name_key_value_and_fix(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     cases = [
         (TokenizerConfig(), "tokenizer.path is empty"),
-        (TokenizerConfig(path="nowhere"), '"nowhere" is not a file'),
+        (TokenizerConfig(path="nowhere"), '"nowhere": no such file or folder in '),
         (TokenizerConfig(path=str(broken)), "broken, line 2: "),
         (TokenizerConfig(path=str(partial)), "255 of the 256 single bytes have no rank"),
         (TokenizerConfig(path=ranks), "add_eos = true, but no eos token is known"),
@@ -165,7 +165,7 @@ def test_errors_name_key_value_and_fix(tmp_path: Path) -> None:
         (TokenizerConfig(path=ranks, pattern="(a", add_eos=False), "not a valid regular"),
         (hf(tmp_path / "empty"), "has no tokenizer.json; it has: nothing"),
         (hf(tmp_path / "other"), "it has: vocab.bin"),
-        (hf(tmp_path / "missing"), "does not exist"),
+        (hf(tmp_path / "missing"), "no such file or folder in "),
         (hf(tmp_path / "bad.json"), "is not a tokenizer.json"),
         (hf(write_hf(tmp_path / "hf"), special_tokens={"<s>": 5}), "leave the key out"),
     ]

@@ -94,8 +94,8 @@ def _convert(args: argparse.Namespace, run: RunConfig) -> None:
 
     from titan_relay.titan.hf.export import tokenizer_of
     from titan_relay.titan.hf.from_hf import from_hf
-    from titan_relay.titan.hf.progress import peak_memory_bytes
     from titan_relay.titan.hf.to_hf import ExportOptions, to_hf
+    from titan_relay.titan.metrics.memory import resident_peak_bytes
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     start = time.monotonic()
@@ -109,5 +109,5 @@ def _convert(args: argparse.Namespace, run: RunConfig) -> None:
         to_hf(args.checkpoint, run.model, args.out, options)
     print(
         f"{args.out}: done in {time.monotonic() - start:.0f} s, "
-        f"peak memory {in_gib(peak_memory_bytes())}"
+        f"peak memory {in_gib(resident_peak_bytes())}"
     )

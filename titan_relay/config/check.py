@@ -17,18 +17,13 @@ from titan_relay.config.errors import Refusal, Sources
 from titan_relay.config.schema import AttentionRetentionConfig, RunConfig
 
 
-def check_keys(
-    config: RunConfig, world_size: int, sources: Sources | str, *, files: bool = True
-) -> None:
+def check_keys(config: RunConfig, world_size: int, sources: Sources, *, files: bool = True) -> None:
     """Raise `ConfigError`, naming file, key, value and what would be right, or return.
 
     world_size: ranks of the whole run.
-    sources: `Loaded.sources`, or a name to put in the place of the file.
     files: also look whether the initial checkpoint exists; False to check a configuration for
         another machine.
     """
-    if isinstance(sources, str):
-        sources = Sources(sources)
     check_model(config, sources)
     check_parallelism(config, world_size, sources)
     sources.refuse(

@@ -1,7 +1,7 @@
 """Do the parallel degrees fit the ranks, the model, the sequence and the batch?"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from titan_relay.config.degrees import (
     Degrees,
@@ -52,15 +52,12 @@ def _check_world(config: RunConfig, degrees: Degrees, world_size: int) -> Iterat
     fixes = [f"start {degrees.world} ranks"]
     if world_size % others == 0:
         fixes.insert(0, f"use {world_size // others} (or -1)")
+    there_are = f"there are {world_size} ranks" if world_size > 1 else "there is 1 rank"
     yield Refusal(
         "parallelism.data_parallel_shard_degree",
-        f"{_product(degrees)} = {degrees.world}, but there {_are(world_size)}; "
-        f"{', or '.join(fixes)}{_expert_hint(degrees, world_size)}",
+        f"{_product({axis: getattr(degrees, axis) for axis in _AXES})} = {degrees.world}, but "
+        f"{there_are}; {', or '.join(fixes)}{_expert_hint(degrees, world_size)}",
     )
-
-
-def _are(num_ranks: int) -> str:
-    return f"are {num_ranks} ranks" if num_ranks > 1 else "is 1 rank"
 
 
 def _refuse_left_over(degrees: Degrees, world_size: int) -> Iterator[Refusal]:
@@ -74,16 +71,15 @@ def _refuse_left_over(degrees: Degrees, world_size: int) -> Iterator[Refusal]:
     ]
     fixes = [f"use {either(nearest_few(sizes[culprit], legal))}"] if legal else []
     fixes.append(f"start a multiple of {others} ranks")
-    words = " * ".join(f"{axis} {size}" for axis, size in sizes.items())
     yield Refusal(
         f"parallelism.{_AXES[culprit]}",
-        f"{words} = {others} does not divide the {world_size} ranks; "
+        f"{_product(sizes)} = {others} does not divide the {world_size} ranks; "
         f"{', or '.join(fixes)}{_expert_hint(degrees, world_size)}",
     )
 
 
-def _product(degrees: Degrees) -> str:
-    return " * ".join(f"{axis} {getattr(degrees, axis)}" for axis in _AXES)
+def _product(sizes: Mapping[str, int]) -> str:
+    return " * ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def _expert_hint(degrees: Degrees, world_size: int) -> str:
@@ -204,21 +200,15 @@ def _check_pipeline(config: RunConfig) -> Iterator[Refusal]:
             "embedding and output head are on different pipeline stages; use false, or "
             "parallelism.pipeline_parallel_degree = 1",
         )
-    yield from _check_microbatches(config)
-    yield from _check_stages(config)
-
-
-def _check_microbatches(config: RunConfig) -> Iterator[Refusal]:
-    size, batch = (
-        config.parallelism.pipeline_parallel_microbatch_size,
-        config.training.local_batch_size,
-    )
+    batch = config.training.local_batch_size
+    size = config.parallelism.pipeline_parallel_microbatch_size
     if batch % size:
         legal = nearest_few(size, divisors(batch))
         yield Refusal(
             "parallelism.pipeline_parallel_microbatch_size",
             f"must divide training.local_batch_size = {batch}; use {either(legal)}",
         )
+    yield from _check_stages(config)
 
 
 def _check_stages(config: RunConfig) -> Iterator[Refusal]:

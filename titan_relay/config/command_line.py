@@ -114,19 +114,11 @@ def _raw(annotation: Any, text: str) -> Any:
         return text if text == either.word else _raw(either.inner, text)
     if annotation is str or choices_of(annotation):
         return text
-    if item_of(annotation) is not None:
-        return _raw_list(item_of(annotation), text)
-    value = parse_value(text)
-    if value is None and text.lstrip().startswith("{"):
-        value = _parse_json(text)
-    return text if value is None else value
-
-
-def _raw_list(item: Any, text: str) -> Any:
-    """``[...]`` as a TOML or JSON array, anything else as items between commas."""
-    if text.lstrip().startswith("["):
+    item, is_nested = item_of(annotation), text.lstrip().startswith(("[", "{"))
+    if item is None or text.lstrip().startswith("["):
         value = parse_value(text)
-        value = _parse_json(text) if value is None else value
+        if value is None and is_nested:
+            value = _parse_json(text)
         return text if value is None else value
     if item_of(item) is not None or dataclasses.is_dataclass(item):
         return text

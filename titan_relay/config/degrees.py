@@ -1,7 +1,7 @@
 """The parallel degrees of a run, with the left-over degree filled in, and their arithmetic."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_relay.config.schema import RunConfig
 from titan_relay.units import MIB
@@ -45,21 +45,17 @@ def degrees_of(config: RunConfig, world_size: int) -> Degrees:
     `world_size` is for `validate` to say.
     """
     asked = config.parallelism
-    others = (
-        asked.data_parallel_replicate_degree
-        * asked.context_parallel_degree
-        * asked.tensor_parallel_degree
-        * asked.pipeline_parallel_degree
-    )
-    shard = asked.data_parallel_shard_degree
-    return Degrees(
+    degrees = Degrees(
         dp_replicate=asked.data_parallel_replicate_degree,
-        dp_shard=max(1, world_size // others) if shard == -1 else shard,
+        dp_shard=1,
         cp=asked.context_parallel_degree,
         tp=asked.tensor_parallel_degree,
         pp=asked.pipeline_parallel_degree,
         ep=asked.expert_parallel_degree,
     )
+    shard = asked.data_parallel_shard_degree
+    left_over = max(1, world_size // degrees.world)
+    return replace(degrees, dp_shard=left_over if shard == -1 else shard)
 
 
 def global_batch_size(config: RunConfig, world_size: int) -> int:
@@ -69,16 +65,20 @@ def global_batch_size(config: RunConfig, world_size: int) -> int:
     return config.training.local_batch_size * degrees_of(config, world_size).batch
 
 
+def microbatch_rows(config: RunConfig, degrees: Degrees) -> int:
+    """Sequences that a rank computes at a time."""
+    if degrees.pp > 1:
+        return config.parallelism.pipeline_parallel_microbatch_size
+    return config.training.local_batch_size
+
+
 def microbatch_tokens(config: RunConfig, degrees: Degrees) -> int:
     """Tokens of one microbatch that a rank's MoE layers see.
 
     TP ranks share them out only where they take part in expert parallelism.
     """
-    rows = config.training.local_batch_size
-    if degrees.pp > 1:
-        rows = config.parallelism.pipeline_parallel_microbatch_size
     parts = degrees.cp * (degrees.tp if degrees.ep > 1 else 1)
-    return rows * config.training.seq_len // parts
+    return microbatch_rows(config, degrees) * config.training.seq_len // parts
 
 
 def loss_chunks(config: RunConfig, degrees: Degrees) -> int:
@@ -88,13 +88,9 @@ def loss_chunks(config: RunConfig, degrees: Degrees) -> int:
     """
     if config.loss.num_chunks != "auto":
         return config.loss.num_chunks
-    rows = (
-        config.parallelism.pipeline_parallel_microbatch_size
-        if degrees.pp > 1
-        else config.training.local_batch_size
-    )
     local_len = config.training.seq_len // degrees.cp
-    chunk_bytes = rows * local_len * config.model.vocab_size // degrees.tp * _BYTES_PER_LOGIT
+    num_logits = microbatch_rows(config, degrees) * local_len * config.model.vocab_size
+    chunk_bytes = num_logits // degrees.tp * _BYTES_PER_LOGIT
     limit_bytes = config.loss.max_chunk_mib * MIB
     fitting = (each for each in divisors(local_len) if chunk_bytes / each <= limit_bytes)
     return next(fitting, local_len)

@@ -50,19 +50,16 @@ def load(command: CommandLine) -> Loaded:
             f"{COMMAND_LINE}: --config is missing: name a TOML file, "
             "as in --config train_configs/demo.toml"
         )
-    settings = read_file(command.config_file) | dict(command.settings)
+    named_at = Place(COMMAND_LINE, "--config")
+    settings = _read_over_bases(Path(command.config_file), named_at, ()) | dict(command.settings)
     given = {path: setting.source for path, setting in settings.items()}
     config = build(settings, command.config_file)
     sources = Sources(command.config_file, given)
     return Loaded(config, sources, command.print_config, command.plan)
 
 
-def read_file(path: str) -> dict[str, Setting]:
-    """The settings of a file over those of its base files; raises `ConfigError`."""
-    return _read_over_bases(Path(path), Place(COMMAND_LINE, "--config"), ())
-
-
 def _read_over_bases(path: Path, named_at: Place, chain: tuple[Path, ...]) -> dict[str, Setting]:
+    """The settings of a file over those of its base files."""
     tables = read_toml(path, named_at)
     if any(path.samefile(each) for each in chain):
         circle = " -> ".join(str(each) for each in (*chain, path))
@@ -83,17 +80,10 @@ def _base_files(raw: Any, place: Place) -> list[str]:
     return names
 
 
-def read_tables(tables: Mapping[str, Any], source: str) -> dict[str, Setting]:
-    """The settings in the nested tables of one file; raises `ConfigError`."""
+def read_tables(tables: Mapping[str, Any], source: str, section: str = "") -> dict[str, Setting]:
+    """The settings in the nested tables of one file, or of a section; raises `ConfigError`."""
     found: dict[str, Setting] = {}
-    _read_section("", tables, source, found)
-    return found
-
-
-def _read_section(
-    section: str, table: Mapping[str, Any], source: str, found: dict[str, Setting]
-) -> None:
-    for name, raw in table.items():
+    for name, raw in tables.items():
         path = f"{section}.{name}" if section else name
         place = Place(source, path)
         if path in keys():
@@ -101,11 +91,12 @@ def _read_section(
         elif path in sections():
             if not isinstance(raw, dict):
                 raise place.error(raw, f"is a section; write [{path}] and its keys below it")
-            _read_section(path, raw, source, found)
+            found |= read_tables(raw, source, path)
         elif isinstance(raw, dict):
             raise ConfigError(f"{source}: [{path}]: unknown section; {where_section_belongs(path)}")
         else:
             raise place.error(raw, f"unknown key; {where_key_belongs(path)}")
+    return found
 
 
 def build(settings: Settings, main: str) -> RunConfig:
@@ -131,10 +122,9 @@ def _build_section(path: str, settings: Settings) -> Any:
         below = f"{path}.{field.name}" if path else field.name
         if below in sections():
             values[field.name] = _build_section(below, settings)
-        elif below in settings:
-            values[field.name] = settings[below].value
         else:
-            values[field.name] = keys()[below].default
+            given = settings.get(below)
+            values[field.name] = keys()[below].default if given is None else given.value
     return cls(**values)
 
 

@@ -6,7 +6,7 @@ for types, ranges and defaults serve ``--help`` and the documentation too.
 """
 
 import dataclasses
-import math
+import operator
 import typing
 from typing import Any
 
@@ -24,7 +24,7 @@ from titan_relay.config.suggest import nearest
 from titan_relay.config.toml import parse_value
 
 _NUMBERS = (int, float, bool)
-_LARGEST_INT = 2**63 - 1  # TOML's integers have 64 bits
+_LARGEST = {int: 2**63 - 1, float: 1e308}  # TOML's integers have 64 bits
 
 
 def read_value(key: Key, raw: Any, place: Place) -> Any:
@@ -70,49 +70,32 @@ def _read(annotation: Any, rule: Rule, raw: Any, place: Place) -> Any:
     if dataclasses.is_dataclass(annotation):
         assert isinstance(annotation, type)
         return _read_table(annotation, raw, place)
-    if annotation in _READERS:
-        return _READERS[annotation](annotation, rule, raw, place)
+    if annotation in _NOUNS:
+        return _read_plain(annotation, rule, raw, place)
     return _read_dict(annotation, rule, raw, place)
 
 
-def _read_bool(annotation: Any, rule: Rule, raw: Any, place: Place) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    raise _wrong(annotation, rule, raw, place)
-
-
-def _read_int(annotation: Any, rule: Rule, raw: Any, place: Place) -> int:
-    if isinstance(raw, bool) or not isinstance(raw, int) or abs(raw) > _LARGEST_INT:
+def _read_plain(annotation: Any, rule: Rule, raw: Any, place: Place) -> Any:
+    """A boolean, an integer, a float or a string."""
+    right = _is_of(annotation, raw)
+    if annotation is str:
+        right = right and (bool(raw.strip()) or not rule.not_empty)
+    elif annotation is not bool:  # a NaN is not at most anything
+        right = right and abs(raw) <= _LARGEST[annotation] and _within(rule, raw)
+    if not right:
         raise _wrong(annotation, rule, raw, place)
-    if not _within(rule, raw):
-        raise _wrong(annotation, rule, raw, place)
-    return raw
+    if annotation is str:
+        try:
+            raw.encode()
+        except UnicodeEncodeError:
+            raise place.error(raw, "must be UTF-8 text") from None
+    return annotation(raw)
 
 
-def _read_float(annotation: Any, rule: Rule, raw: Any, place: Place) -> float:
-    if isinstance(raw, bool) or not isinstance(raw, int | float) or abs(raw) > 1e308:
-        raise _wrong(annotation, rule, raw, place)
-    if not math.isfinite(raw) or not _within(rule, raw):
-        raise _wrong(annotation, rule, raw, place)
-    return float(raw)
-
-
-def _read_str(annotation: Any, rule: Rule, raw: Any, place: Place) -> str:
-    if not isinstance(raw, str) or (rule.not_empty and not raw.strip()):
-        raise _wrong(annotation, rule, raw, place)
-    try:
-        raw.encode()
-    except UnicodeEncodeError:
-        raise place.error(raw, "must be UTF-8 text") from None
-    return raw
-
-
-_READERS: dict[Any, Any] = {
-    bool: _read_bool,
-    int: _read_int,
-    float: _read_float,
-    str: _read_str,
-}
+def _is_of(annotation: Any, raw: Any) -> bool:
+    """An integer may stand for a float, and a boolean for neither."""
+    allowed = (int, float) if annotation is float else annotation
+    return isinstance(raw, allowed) and isinstance(raw, bool) == (annotation is bool)
 
 
 def _read_choice(annotation: Any, rule: Rule, raw: Any, place: Place) -> str:
@@ -137,7 +120,7 @@ def _read_dict(annotation: Any, rule: Rule, raw: Any, place: Place) -> dict[str,
         raise _wrong(annotation, rule, raw, place)
     at_least_0 = Rule(at_least=0)
     return {
-        name: _read_int(int, at_least_0, number, place.below(shown(name)))
+        name: _read_plain(int, at_least_0, number, place.below(shown(name)))
         for name, number in raw.items()
     }
 
@@ -162,15 +145,18 @@ def _read_table(cls: type, raw: Any, place: Place) -> Any:
     return cls(**given)
 
 
+# By field of a rule: its words, and what must hold between a value and it.
+_BOUNDS = {
+    "at_least": ("of at least", operator.ge),
+    "above": ("above", operator.gt),
+    "at_most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
 def _within(rule: Rule, value: float) -> bool:
-    if value in rule.also:
-        return True
-    return (
-        (rule.at_least is None or value >= rule.at_least)
-        and (rule.at_most is None or value <= rule.at_most)
-        and (rule.above is None or value > rule.above)
-        and (rule.below is None or value < rule.below)
-    )
+    bounds = ((getattr(rule, name), holds) for name, (_, holds) in _BOUNDS.items())
+    return value in rule.also or all(each is None or holds(value, each) for each, holds in bounds)
 
 
 def _wrong(annotation: Any, rule: Rule, raw: Any, place: Place) -> ConfigError:
@@ -181,7 +167,7 @@ def _spelling(annotation: Any, raw: Any) -> str:
     """How to write what was probably meant, or ""."""
     if annotation is int and isinstance(raw, float) and raw.is_integer():
         return f"; write {int(raw)}"
-    if annotation is int and isinstance(raw, int) and abs(raw) > _LARGEST_INT:
+    if annotation is int and isinstance(raw, int) and abs(raw) > _LARGEST[int]:
         return "; integers have 64 bits"
     if annotation is str and not isinstance(raw, str | list | dict):
         return f'; write "{shown(raw)}" in quotes'
@@ -189,9 +175,7 @@ def _spelling(annotation: Any, raw: Any) -> str:
         return f"; write [{shown(raw)}]"
     if annotation in (bool, int, float) and isinstance(raw, str):
         unquoted = parse_value(raw.lower() if annotation is bool else raw)
-        fits = isinstance(unquoted, bool) == (annotation is bool)
-        allowed = (int, float) if annotation is float else annotation
-        if fits and isinstance(unquoted, allowed):
+        if _is_of(annotation, unquoted):
             return f"; write {shown(unquoted)} without quotes"
     return ""
 
@@ -218,13 +202,8 @@ def expectation(annotation: Any, rule: Rule) -> str:
 
 def limits(rule: Rule) -> str:
     """A rule's bounds as " of at least 1 and at most 5 (or -1)"; "" without bounds."""
-    named = {
-        "of at least": rule.at_least,
-        "above": rule.above,
-        "at most": rule.at_most,
-        "below": rule.below,
-    }
-    bounds = [f"{words} {bound}" for words, bound in named.items() if bound is not None]
+    named = ((words, getattr(rule, name)) for name, (words, _) in _BOUNDS.items())
+    bounds = [f"{words} {bound}" for words, bound in named if bound is not None]
     text = " " + " and ".join(bounds) if bounds else ""
     return text + "".join(f" (or {value})" for value in rule.also)
 

@@ -3,6 +3,7 @@
 python -m titan_relay.config.reference > docs/config.md
 """
 
+import dataclasses
 import sys
 import textwrap
 
@@ -118,19 +119,18 @@ def first_line(cls: type) -> str:
 
 def _help_key(key: Key) -> str:
     line = f"--{key.path}  ({short_type(key.type, key.rule)}; {default_text(key)})"
-    return _indented(line, 2) + _indented(key.meaning, 6) + _help_entry(key)
-
-
-def _help_entry(key: Key) -> str:
-    """The keys of one entry of a list of tables."""
-    item = item_of(key.type)
-    if not isinstance(item, type) or not hasattr(item, "__dataclass_fields__"):
-        return ""
-    return "".join(
+    entry = "".join(
         f"        {each.name}  ({short_type(each.type, each.rule)}; {default_text(each)})\n"
         + _indented(each.meaning, 12)
-        for each in fields_of(item, key.path)
+        for each in _entry_keys(key)
     )
+    return _indented(line, 2) + _indented(key.meaning, 6) + entry
+
+
+def _entry_keys(key: Key) -> list[Key]:
+    """The keys of one entry of a list of tables; none of any other key."""
+    item = item_of(key.type)
+    return fields_of(item, key.path) if dataclasses.is_dataclass(item) else []
 
 
 def _indented(text: str, num_spaces: int) -> str:
@@ -185,13 +185,11 @@ def _torchtitan(key: Key) -> str:
 
 
 def _entry_table(key: Key) -> str:
-    item = item_of(key.type)
-    if not isinstance(item, type) or not hasattr(item, "__dataclass_fields__"):
-        return ""
-    if key.section != "data":
+    rows = "".join(_row(each) for each in _entry_keys(key))
+    if rows and key.section != "data":
         return f"\nEntries of `[[{key.path}]]` are those of `[[data.mixture]]`.\n"
-    rows = "".join(_row(each) for each in fields_of(item, key.path))
-    return f"\n### `[[{key.path}]]`\n\n{first_line(item)}\n\n{_HEAD}{rows}"
+    head = f"\n### `[[{key.path}]]`\n\n{first_line(item_of(key.type))}\n\n{_HEAD}" if rows else ""
+    return head + rows
 
 
 def _cell(text: str) -> str:

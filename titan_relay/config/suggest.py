@@ -55,13 +55,15 @@ def where_key_belongs(path: str) -> str:
     elsewhere = [key.section for key in keys().values() if key.name == name]
     if 0 < len(elsewhere) <= 2:
         return "it belongs " + " or ".join(_in_section(home) for home in elsewhere)
-    close = nearest(name, [key.name for key in keys().values() if key.section == section])
+    members = [key.name for key in keys().values() if key.section == section]
+    close = nearest(name, members)
     if close:
         return f"did you mean {section}.{close}?" if section else f"did you mean {close}?"
     close = nearest(path, keys())
     if close:
         return f"did you mean {close}?"
-    return f"known in {_section_name(section)}: {', '.join(_members(section))}"
+    where = f"[{section}]" if section else "no section"
+    return f"known in {where}: {', '.join(members)}"
 
 
 def where_section_belongs(path: str) -> str:
@@ -79,11 +81,3 @@ def where_section_belongs(path: str) -> str:
 
 def _in_section(section: str) -> str:
     return f"in [{section}]" if section else "at the top of the file, before any [section]"
-
-
-def _section_name(section: str) -> str:
-    return f"[{section}]" if section else "no section"
-
-
-def _members(section: str) -> list[str]:
-    return [key.name for key in keys().values() if key.section == section]

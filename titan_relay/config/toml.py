@@ -21,6 +21,8 @@ _PLAINER = {
     "Invalid initial character for a key part": "not a key; a key is a word, such as steps = 5",
     "Expected '=' after a key in a key/value pair": "a key needs = and a value after it",
     "Expected newline or end of document after a statement": "one key = value per line",
+    "Invalid value": "not a TOML value; text goes in quotes",
+    r"Illegal character '\n'": "text in quotes must end on its line",
 }
 
 
@@ -125,8 +127,4 @@ def _syntax_error(message: str, text: str, path: Path) -> ConfigError:
         reason = f"TOML spells {python_word[1]} as {toml_word}"
     elif reason.startswith("Cannot declare"):
         reason = "this table is already there above; put its keys into one"
-    elif reason == "Invalid value":
-        reason = "not a TOML value; text goes in quotes"
-    elif reason == r"Illegal character '\n'":
-        reason = "text in quotes must end on its line"
     return ConfigError(f"{path}: line {number}: {line}: {_PLAINER.get(reason, reason)}")

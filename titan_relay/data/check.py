@@ -3,17 +3,15 @@
 File checks look at names only; what is inside is found out by the readers.
 """
 
-import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan_relay.config.errors import Refusal, Sources, either
 from titan_relay.config.schema import DataConfig, MixtureEntry, RunConfig, TokenizerConfig
-from titan_relay.config.suggest import nearest
 from titan_relay.data.documents import DataError
-from titan_relay.data.local_files import SUFFIXES
+from titan_relay.data.local_files import check_files
 from titan_relay.data.splitting import PATTERNS, resolve_pattern
-from titan_relay.data.tokenizer_files import has_rank_file
+from titan_relay.data.tokenizer_files import tokenizer_file
 
 _RANK_FILE_SUFFIXES = (".tiktoken", ".model", ".txt", ".bpe")
 
@@ -36,7 +34,8 @@ def _check_data(config: RunConfig, *, files: bool) -> Iterator[Refusal]:
     yield from _check_tokenizer(config)
     if files:
         for key, patterns in _file_keys(config):
-            yield from _check_files(key, patterns)
+            for pattern in patterns:
+                yield from check_files(key, pattern)
         yield from _check_tokenizer_path(config.tokenizer)
 
 
@@ -91,33 +90,6 @@ def _file_keys(config: RunConfig) -> Iterator[tuple[str, Sequence[str]]]:
             yield f"{section}.mixture", entry.files
 
 
-def _check_files(key: str, patterns: Sequence[str]) -> Iterator[Refusal]:
-    for pattern in patterns:
-        found = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
-        if not found:
-            yield Refusal(key, _why_nothing(pattern), pattern)
-        for path in found:
-            if Path(path).suffix not in SUFFIXES:
-                yield Refusal(key, f"must end in {either(SUFFIXES)}", path)
-
-
-def _why_nothing(pattern: str) -> str:
-    if Path(pattern).is_dir():
-        return f'is a folder; name its files, such as "{pattern.rstrip("/")}/*.jsonl"'
-    if any(mark in pattern for mark in "*?["):
-        return f"matches no file (from the folder {Path.cwd()})"
-    return f"no such file{_similar(Path(pattern))}"
-
-
-def _similar(path: Path) -> str:
-    if "demo_data" in path.parts:
-        return "; `make demo-data` writes it"
-    if not path.parent.is_dir():
-        return f"; there is no folder {path.parent} in {Path.cwd()}"
-    close = nearest(path.name, [each.name for each in path.parent.iterdir()])
-    return f"; did you mean {path.parent / close}?" if close else f" in {path.parent.resolve()}"
-
-
 def _check_tokenizer(config: RunConfig) -> Iterator[Refusal]:
     tokenizer, vocab_size = config.tokenizer, config.model.vocab_size
     if not tokenizer.path:
@@ -152,23 +124,11 @@ def _check_pattern(tokenizer: TokenizerConfig) -> Iterator[Refusal]:
     try:
         resolve_pattern(tokenizer.pattern)
     except DataError:
-        known = either(PATTERNS)
-        fix = f"must be {known}, or a regular expression"
-        yield Refusal("tokenizer.pattern", fix)
+        yield Refusal("tokenizer.pattern", f"must be {either(PATTERNS)}, or a regular expression")
 
 
 def _check_tokenizer_path(tokenizer: TokenizerConfig) -> Iterator[Refusal]:
-    path = Path(tokenizer.path)
-    if not path.exists():
-        fix = f"no such file or folder{_similar(path)}"
-    elif tokenizer.kind == "tiktoken" and not (path.is_file() or has_rank_file(path)):
-        fix = 'has no tiktoken rank file; name one, or use kind = "huggingface"'
-    elif (
-        tokenizer.kind == "huggingface"
-        and path.is_dir()
-        and not (path / "tokenizer.json").is_file()
-    ):
-        fix = "has no tokenizer.json"
-    else:
-        return
-    yield Refusal("tokenizer.path", fix)
+    try:
+        tokenizer_file(tokenizer)
+    except DataError as error:
+        yield Refusal("tokenizer.path", str(error))

@@ -4,11 +4,13 @@ import glob
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from titan_relay.config.errors import Refusal, either
+from titan_relay.config.suggest import nearest
 from titan_relay.data.documents import BadDocument, DataError, Document, DocumentFile, Row
 from titan_relay.data.parquet_files import ParquetFiles
 from titan_relay.data.text_files import (
@@ -34,26 +36,47 @@ def expand_files(patterns: Sequence[str], key: str = "data.files") -> list[Path]
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        matches = sorted(glob.glob(pattern, recursive=True)) or [pattern]
-        is_glob = matches != [pattern]
-        files = [Path(match) for match in matches if Path(match).is_file()]
-        if not files:
-            raise DataError(_no_match(pattern, key))
+        for _, fix, value in check_files(key, pattern):
+            raise DataError(f'{key}: "{value}": {fix}')
+        files = _files_of(pattern)
         for path in files:
-            if path.suffix not in SUFFIXES:
-                raise DataError(
-                    f'{key}: "{path}" ends in "{path.suffix}"; readable are {", ".join(SUFFIXES)}'
-                )
-            if path in found and not is_glob:
+            if path in found and files == [Path(pattern)]:
                 logger.warning("%s: %s is named more than once; it is read once", key, path)
             found[path] = None
     return list(found)
 
 
-def _no_match(pattern: str, key: str) -> str:
+def check_files(key: str, pattern: str) -> Iterator[Refusal]:
+    """Yield a `Refusal` of `key` for a path or glob without files, and for files of other kinds."""
+    files = _files_of(pattern)
+    if not files:
+        yield Refusal(key, _why_nothing(pattern), pattern)
+    for path in files:
+        if path.suffix not in SUFFIXES:
+            yield Refusal(key, f"must end in {either(SUFFIXES)}", str(path))
+
+
+def _files_of(pattern: str) -> list[Path]:
+    matches = sorted(glob.glob(pattern, recursive=True)) or [pattern]
+    return [Path(match) for match in matches if Path(match).is_file()]
+
+
+def _why_nothing(pattern: str) -> str:
     if Path(pattern).is_dir():
-        return f'{key}: "{pattern}" is a folder; name its files, such as "{pattern}/*.jsonl"'
-    return f'{key}: "{pattern}" matches no file; give a path or glob of existing files'
+        return f'is a folder; name its files, such as "{pattern.rstrip("/")}/*.jsonl"'
+    if any(mark in pattern for mark in "*?["):
+        return f"matches no file (from the folder {Path.cwd()})"
+    return f"no such file{similar(Path(pattern))}"
+
+
+def similar(path: Path) -> str:
+    """What else may be meant by a path that is not there, as the end of a message."""
+    if "demo_data" in path.parts:
+        return "; `make demo-data` writes it"
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent} in {Path.cwd()}"
+    close = nearest(path.name, [each.name for each in path.parent.iterdir()])
+    return f"; did you mean {path.parent / close}?" if close else f" in {path.parent.resolve()}"
 
 
 class LocalDocuments:

@@ -19,8 +19,8 @@ from titan_relay.data.splitting import cut_long_runs, resolve_pattern
 from titan_relay.data.tokenizer_files import (
     named_boundaries,
     named_specials,
-    rank_file_of,
     read_rank_file,
+    tokenizer_file,
 )
 
 
@@ -165,8 +165,16 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     Raises DataError where a file is missing or malformed, or where `add_bos` or `add_eos` asks
     for a token that the vocabulary does not have.
     """
-    path, own_bos, own_eos = _locate(config)
+    if not config.path:
+        raise DataError("tokenizer.path is empty; give a rank file or a tokenizer folder")
+    try:
+        path = tokenizer_file(config)
+    except DataError as error:
+        raise DataError(f'tokenizer.path = "{config.path}": {error}') from error
     huggingface = config.kind == "huggingface"
+    # A rank file that is named by itself has no model's folder around it.
+    in_folder = huggingface or path != Path(config.path)
+    own_bos, own_eos = named_boundaries(path.parent) if in_folder else (None, None)
     backend: _Backend = (_HuggingFaceBackend if huggingface else _TiktokenBackend)(config, path)
     bos_id = _boundary_id(backend, "bos", config.bos_token or own_bos, config.add_bos, path)
     eos_id = _boundary_id(backend, "eos", config.eos_token or own_eos, config.add_eos, path)
@@ -176,33 +184,6 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return Tokenizer(
         backend, bos_id, eos_id, config.add_bos, config.add_eos, digest.hexdigest()[:16]
     )
-
-
-def _locate(config: TokenizerConfig) -> tuple[Path, str | None, str | None]:
-    """The file to read, and the BOS and EOS that a folder names for itself."""
-    if not config.path:
-        raise DataError("tokenizer.path is empty; give a rank file or a tokenizer folder")
-    path = Path(config.path)
-    if config.kind == "tiktoken":
-        if path.is_dir():
-            return rank_file_of(path), *named_boundaries(path)
-        if not path.is_file():
-            raise DataError(
-                f'tokenizer.path = "{path}" is not a file; kind "tiktoken" needs a rank file '
-                "(titan-relay tokenizer writes one), or a folder with one"
-            )
-        return path, None, None
-    if path.is_dir():
-        names = sorted(entry.name for entry in path.iterdir())
-        if "tokenizer.json" not in names:
-            raise DataError(
-                f'tokenizer.path = "{path}" has no tokenizer.json; it has: '
-                f"{', '.join(names[:10]) or 'nothing'}"
-            )
-        return path / "tokenizer.json", *named_boundaries(path)
-    if not path.is_file():
-        raise DataError(f'tokenizer.path = "{path}" does not exist; give a folder')
-    return path, *named_boundaries(path.parent)
 
 
 def _boundary_id(

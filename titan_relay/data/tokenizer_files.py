@@ -15,7 +15,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from titan_relay.config.schema_data import TokenizerConfig
 from titan_relay.data.documents import DataError
+from titan_relay.data.local_files import similar
 
 _CONFIG = "tokenizer_config.json"
 # A file named tokenizer.model is a rank file in some models and of another kind in most.
@@ -64,25 +66,33 @@ def write_rank_file(path: Path, ranks: dict[bytes, int]) -> None:
     os.replace(partial, path)
 
 
-def rank_file_of(folder: Path) -> Path:
-    """The tiktoken rank file of a folder.
+def tokenizer_file(config: TokenizerConfig) -> Path:
+    """The file to read: the one that is named, or that of a folder.
 
-    Raises DataError where there is none, or several.
+    Raises DataError, which says what is wrong with `tokenizer.path`, where there is none.
     """
+    path = Path(config.path)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise DataError(f"no such file or folder{similar(path)}")
+    if config.kind == "tiktoken":
+        return _rank_file_of(path)
+    names = sorted(entry.name for entry in path.iterdir())
+    if "tokenizer.json" not in names:
+        raise DataError(f"has no tokenizer.json; it has: {', '.join(names[:10]) or 'nothing'}")
+    return path / "tokenizer.json"
+
+
+def _rank_file_of(folder: Path) -> Path:
     for pattern in _RANK_FILES:
         found = sorted(each for each in folder.glob(pattern) if each.is_file())
         if len(found) > 1:
             names = " and ".join(each.name for each in found)
-            raise DataError(f'tokenizer.path = "{folder}" has {names}; name one of the files')
+            raise DataError(f"has {names}; name one of the files")
         if found:
             return found[0]
-    hint = '; use kind = "huggingface"' if (folder / "tokenizer.json").is_file() else ""
-    raise DataError(f'tokenizer.path = "{folder}" has no tiktoken rank file{hint}')
-
-
-def has_rank_file(folder: Path) -> bool:
-    """Whether a folder has a tiktoken rank file."""
-    return any(each.is_file() for pattern in _RANK_FILES for each in folder.glob(pattern))
+    raise DataError('has no tiktoken rank file; name one, or use kind = "huggingface"')
 
 
 def named_boundaries(folder: Path) -> tuple[str | None, str | None]:

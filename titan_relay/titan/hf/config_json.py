@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from titan_relay.config.errors import toml_value
@@ -16,16 +16,6 @@ from titan_relay.titan.model.families.architecture import REQUIRED, Architecture
 
 # Number of layers behind the model's own that only predict further tokens, as files call it.
 MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first key in which `[model]` and a `config.json` are not the same model."""
-
-    toml: str
-    value: Any
-    name: str
-    theirs: Any
 
 
 def architecture_of(config: Mapping[str, Any]) -> tuple[str, Architecture]:
@@ -158,8 +148,10 @@ def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     return config | (architecture.extra(model) if architecture.extra is not None else {})
 
 
-def first_difference(model: ModelConfig, config: Mapping[str, Any]) -> Difference | None:
-    """The first key in which the two are different models; None if they are the same.
+def first_difference(
+    model: ModelConfig, config: Mapping[str, Any], file: Path = Path("config.json")
+) -> str | None:
+    """The first key in which the two are different models, in words; None if they are the same.
 
     Raises:
         HfError: as `model_of`.
@@ -170,7 +162,10 @@ def first_difference(model: ModelConfig, config: Mapping[str, Any]) -> Differenc
     for toml in ("family", *names, *architecture.fixed):
         value = value_of(model, toml)
         if value != theirs[toml]:
-            return Difference(f"model.{toml}", value, names.get(toml, "model_type"), theirs[toml])
+            return (
+                f"model.{toml} = {toml_value(value)}: {file} has "
+                f"{names.get(toml, 'model_type')} = {toml_value(theirs[toml])}"
+            )
     return None
 
 

@@ -113,6 +113,7 @@ class PartsReader:
             raise HfError(f"{path / METADATA} is damaged: it cannot be read ({kind})") from error
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._check_files()
+        self.names = list(self._metadata.state_dict_metadata)  # of what is no tensor too
         self.tensors: Mapping[str, StoredTensor] = {
             name: StoredTensor(tuple(each.size), each.properties.dtype)
             for name, each in self._metadata.state_dict_metadata.items()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from titan_relay.config.errors import toml_value
 from titan_relay.config.schema import ModelConfig, TokenizerConfig
 from titan_relay.titan.hf.config_json import MTP_NAMES, config_of, first_difference, mtp_layers
 from titan_relay.titan.hf.errors import HfError
@@ -78,12 +77,8 @@ def exported_config(model: ModelConfig, assets: Path | None, dtype: torch.dtype)
     if assets is None or not (assets / CONFIG).is_file():
         return config_of(model, dtype_name)
     config = read_config(assets)
-    difference = first_difference(model, config)
-    if difference is not None:
-        raise HfError(
-            f"{difference.toml} = {toml_value(difference.value)}: {assets / CONFIG} has "
-            f"{difference.name} = {toml_value(difference.theirs)}"
-        )
+    if difference := first_difference(model, config, assets / CONFIG):
+        raise HfError(difference)
     for name in ("dtype", "torch_dtype"):
         if name in config:
             config[name] = dtype_name

@@ -124,13 +124,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def tokenizer_files(path: Path) -> list[Path]:
     """The tokenizer's files in a folder."""
-    return sorted(
-        each for each in path.iterdir() if each.is_file() and _TOKENIZER.fullmatch(each.name)
-    )
+    return _matching(path, _TOKENIZER)
 
 
 def other_files(path: Path) -> list[Path]:
     """A folder's configuration and licence."""
-    return sorted(
-        each for each in path.iterdir() if each.is_file() and _OTHER_ASSETS.fullmatch(each.name)
-    )
+    return _matching(path, _OTHER_ASSETS)
+
+
+def _matching(path: Path, names: re.Pattern[str]) -> list[Path]:
+    return sorted(each for each in path.iterdir() if each.is_file() and names.fullmatch(each.name))

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from torchtitan.tools.logging import logger
 
-from titan_relay.config.errors import toml_value
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.hf.check_weights import check_weights
 from titan_relay.titan.hf.config_json import first_difference, mtp_layers
 from titan_relay.titan.hf.dcp import METADATA, PartsWriter, StoredTensor
 from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.hf.export import shard_numbers
 from titan_relay.titan.hf.folder import (
+    CONFIG,
     INDEX,
     HfFolder,
     open_folder,
@@ -84,19 +85,11 @@ def open_checked(source: Path, model: ModelConfig, *, skip: str = "") -> tuple[H
         HfError: it has not; one line with the first difference, the whole list is logged.
     """
     config = read_config(source)
-    difference = first_difference(model, config)
-    if difference is not None:
-        raise HfError(
-            f"{difference.toml} = {toml_value(difference.value)}: {source / 'config.json'} has "
-            f"{difference.name} = {toml_value(difference.theirs)}; "
-            "`titan-relay convert config` prints the [model] of a folder"
-        )
+    if difference := first_difference(model, config, source / CONFIG):
+        raise HfError(f"{difference}; `titan-relay convert config` prints the [model] of a folder")
     folder = open_folder(source)
     names = NameMap(model)
-    check = check_weights(names, folder, mtp_layers=mtp_layers(config), skip=skip)
-    check.log()
-    if not check.ok:
-        raise HfError(f"{source} does not have the model's tensors: {check.summary()}")
+    check_weights(names, folder, mtp_layers=mtp_layers(config), skip=skip)
     return folder, names
 
 
@@ -164,14 +157,10 @@ def _value(names: NameMap, folder: HfFolder, name: str, dtype: torch.dtype) -> t
 
 def _parts(tensors: dict[str, StoredTensor], part_bytes: int) -> list[dict[str, StoredTensor]]:
     """Neighbours together until a part is large enough; a writer holds a part in memory."""
-    parts: list[dict[str, StoredTensor]] = [{}]
-    size_bytes = 0
+    numbers = shard_numbers({name: each.num_bytes for name, each in tensors.items()}, part_bytes)
+    parts: list[dict[str, StoredTensor]] = [{} for _ in set(numbers.values())]
     for name, each in tensors.items():
-        if parts[-1] and size_bytes + each.num_bytes > part_bytes:
-            parts.append({})
-            size_bytes = 0
-        parts[-1][name] = each
-        size_bytes += each.num_bytes
+        parts[numbers[name] - 1][name] = each
     return parts
 
 

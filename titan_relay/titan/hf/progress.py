@@ -4,8 +4,6 @@ next process go on where a killed one stopped."""
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,12 +56,6 @@ class Progress:
             f"{speed / 1e6:.0f} MB/s, {duration_in_words(left)} left ({name})",
             flush=True,
         )
-
-
-def peak_memory_bytes() -> int:
-    """Largest resident memory this process has had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class Journal:

@@ -101,15 +101,10 @@ def _place(path: Path, name: str, entry: dict, start: int) -> TensorPlace:
 def read_tensor(path: Path, place: TensorPlace) -> torch.Tensor:
     """One tensor, in memory of its own."""
     tensor = torch.empty(place.shape, dtype=place.dtype)
-    target = _as_bytes(tensor)
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         file.seek(place.offset)
-        done = 0
-        while done < len(target):
-            count = file.readinto(target[done:])
-            if not count:
-                raise HfError(f"{path} was cut short while it was read")
-            done += count
+        if file.readinto(_as_bytes(tensor)) < place.num_bytes:
+            raise HfError(f"{path} was cut short while it was read")
     return tensor
 
 
@@ -151,11 +146,9 @@ class FileLayout:
         """Write one tensor's bytes in their place."""
         place = self.places[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (place.dtype, place.shape), name
-        with path.open("r+b", buffering=0) as file:
+        with path.open("r+b") as file:
             file.seek(place.offset)
-            rest = _as_bytes(tensor.contiguous())
-            while len(rest):
-                rest = rest[file.write(rest) :]
+            file.write(_as_bytes(tensor.contiguous()))
 
 
 def _rank(dtype: torch.dtype) -> int:
@@ -171,8 +164,5 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def flush_to_disk(path: Path) -> None:
     """Return once the file's bytes are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

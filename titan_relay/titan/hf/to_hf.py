@@ -11,9 +11,8 @@ import torch
 from torchtitan.tools.logging import logger
 
 from titan_relay.config.schema import ModelConfig
-from titan_relay.titan.hf.check_weights import log_lists
+from titan_relay.titan.hf.check_weights import refuse_faults
 from titan_relay.titan.hf.dcp import PartsReader, StoredTensor
-from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.export import (
     SHARD_BYTES,
     exported_config,
@@ -148,10 +147,7 @@ def check_tensors(names: NameMap, reader: PartsReader, path: Path, *, every: boo
         "unexpected": sorted(unexpected),
         "of another shape": other,
     }
-    log_lists(found)
-    summary = [f"{len(each)} {kind} ({each[0]})" for kind, each in found.items() if each]
-    if summary:
-        raise HfError(f"{path} does not have the model's tensors: {', '.join(summary)}")
+    refuse_faults(path, found)
 
 
 def _hf_tensors(

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from titan_relay.config import ConfigError, RunConfig, check_keys, degrees_of, with_settings
+from titan_relay.config import (
+    ConfigError,
+    RunConfig,
+    Sources,
+    check_keys,
+    degrees_of,
+    with_settings,
+)
 from titan_relay.config.degrees import global_batch_size, loss_chunks
 from titan_relay.measure.devices import Device
 from titan_relay.titan.plan.extrapolate import Moment, peak_of
@@ -93,7 +100,7 @@ def nearest_changes(
 
 def _is_valid(run: RunConfig, world_size: int) -> bool:
     try:
-        check_keys(run, world_size, "proposal", files=False)
+        check_keys(run, world_size, Sources("proposal"), files=False)
     except ConfigError:
         return False
     return True

@@ -24,7 +24,8 @@ def check_device(run: RunConfig, sources: Sources, *, cpu: bool) -> None:
     if cpu:
         sources.refuse(run, _check_cpu(run))
         return
-    num_ranks, num_devices = _local_ranks(), torch.accelerator.device_count()
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_devices = torch.accelerator.device_count()
     if num_ranks > num_devices:
         raise ConfigError(
             f"{num_ranks} ranks were started on this machine, which has {num_devices} GPUs: "
@@ -48,10 +49,6 @@ def _check_kernels(run: RunConfig, sources: Sources, device: torch.device) -> No
     except KernelChoiceError as error:
         reason = str(error).removeprefix(f'kernels = "{run.relay.kernels}" ')
         raise sources.error("relay.kernels", run.relay.kernels, reason) from error
-
-
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _check_cpu(run: RunConfig) -> Iterator[Refusal]:

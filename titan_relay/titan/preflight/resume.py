@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint import FileSystemReader
 
 from titan_relay.config import RunConfig, Sources
+from titan_relay.config.errors import Refusal
+from titan_relay.titan.hf.dcp import METADATA, PartsReader
+from titan_relay.titan.hf.errors import HfError
 
 _LANE = re.compile(r"dataloader\.lane_\d+")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -56,22 +57,18 @@ def find_checkpoint(run: RunConfig, sources: Sources) -> FoundCheckpoint | None:
             "checkpoint.load_step", step, f"is no complete checkpoint of {folder}; there: {there}"
         )
     path = complete[step]
-    if not (path / ".metadata").is_file():
+    if not (path / METADATA).is_file():
         return FoundCheckpoint(path, step, shapes={}, num_lanes=0)
-    damage, metadata = _read_metadata(path)
-    if damage:
-        whole = [
-            each
-            for each in sorted(complete)
-            if each != step and not _read_metadata(complete[each])[0]
-        ]
+    try:
+        reader = PartsReader(path)
+    except HfError as error:
+        whole = [each for each in sorted(complete) if _is_whole(complete[each])]
         older = f"go on from step {whole[-1]} with checkpoint.load_step" if whole else "start anew"
         raise sources.error(
-            "checkpoint.load_step", section.load_step, f"{path} is damaged ({damage}); {older}"
-        )
-    entries = metadata.state_dict_metadata
-    shapes = {key: tuple(each.size) for key, each in entries.items() if hasattr(each, "size")}
-    num_lanes = sum(bool(_LANE.fullmatch(key)) for key in entries)
+            "checkpoint.load_step", section.load_step, f"{error}; {older}"
+        ) from error
+    shapes = {name: each.shape for name, each in reader.tensors.items()}
+    num_lanes = sum(bool(_LANE.fullmatch(name)) for name in reader.names)
     return FoundCheckpoint(path, step, shapes, num_lanes)
 
 
@@ -83,24 +80,29 @@ def check_checkpoint(
     Raises:
         ConfigError: one line with the key to change.
     """
-    _check_model(run, sources, found)
+    sources.refuse(run, _check_model(run, found), _check_data(run, found, global_batch_size))
+
+
+def _check_data(
+    run: RunConfig, found: FoundCheckpoint, global_batch_size: int
+) -> Iterator[Refusal]:
+    """The position in the data is there, and of lanes like this run's."""
     if "dataloader" in run.checkpoint.exclude_from_loading:
         return
     if found.num_lanes == 0:
-        raise sources.error(
+        yield Refusal(
             "training.steps",
-            run.training.steps,
             f"cannot go on from {found.path}, which holds weights only "
             "(checkpoint.last_save_model_only or last_save_in_hf); go on from an earlier step "
             "with checkpoint.load_step, or start a new run from it with "
             "checkpoint.initial_load_path",
         )
     if found.num_lanes != global_batch_size:
-        raise sources.error(
+        yield Refusal(
             "training.global_batch_size",
-            global_batch_size,
             f"was {found.num_lanes} in {found.path}, and the position in the data depends on it; "
             'set it back, or start the data anew with checkpoint.exclude_from_loading "dataloader"',
+            global_batch_size,
         )
 
 
@@ -123,30 +125,19 @@ def check_dump_folder(run: RunConfig, sources: Sources) -> None:
 
 def _is_complete(path: Path) -> bool:
     """Whether torchtitan would take the folder for a checkpoint: its last file is there."""
-    return any((path / name).is_file() for name in (".metadata", "model.safetensors.index.json"))
+    return any((path / name).is_file() for name in (METADATA, "model.safetensors.index.json"))
 
 
-def _read_metadata(path: Path) -> tuple[str, Any]:
-    """What is wrong with a checkpoint's files ("" if nothing), and its metadata."""
+def _is_whole(path: Path) -> bool:
     try:
-        metadata = FileSystemReader(path).read_metadata()
-    except Exception as error:  # whatever unpickling garbage raises
-        return f".metadata cannot be read: {type(error).__name__}", None
-    ends: dict[str, int] = {}
-    for entry in metadata.storage_data.values():
-        ends[entry.relative_path] = max(
-            ends.get(entry.relative_path, 0), entry.offset + entry.length
-        )
-    for name, end_bytes in ends.items():
-        if not (path / name).is_file():
-            return f"{name} is missing", metadata
-        if (path / name).stat().st_size < end_bytes:
-            return f"{name} is cut short", metadata
-    return "", metadata
+        PartsReader(path)
+    except HfError:
+        return False
+    return True
 
 
-def _check_model(run: RunConfig, sources: Sources, found: FoundCheckpoint) -> None:
-    """Refuse weights of another model, naming the first key that differs."""
+def _check_model(run: RunConfig, found: FoundCheckpoint) -> Iterator[Refusal]:
+    """The weights are of this model; yields a `Refusal` of each key that differs."""
     if not found.shapes:
         return
     model, moe = run.model, run.model.moe
@@ -161,16 +152,12 @@ def _check_model(run: RunConfig, sources: Sources, found: FoundCheckpoint) -> No
     ]
     for key, value, saved in expected:
         if saved is not None and saved != value:
-            raise sources.error(
-                key, value, f"was {saved} in {found.path}; set it back, or use another dump_folder"
-            )
-    wants_bias = moe.effective_load_balance_coeff > 0
-    if wants_bias and not any(key.endswith("expert_bias_E") for key in found.shapes):
-        raise sources.error(
-            "model.moe.load_balance_coeff",
-            moe.effective_load_balance_coeff,
-            f"{found.path} has no balancing biases; set it to 0 to go on without them",
-        )
+            fix = f"was {saved} in {found.path}; set it back, or use another dump_folder"
+            yield Refusal(key, fix)
+    coeff = moe.effective_load_balance_coeff
+    if coeff > 0 and not any(key.endswith("expert_bias_E") for key in found.shapes):
+        fix = f"{found.path} has no balancing biases; set it to 0 to go on without them"
+        yield Refusal("model.moe.load_balance_coeff", fix, coeff)
 
 
 def _size(found: FoundCheckpoint, name: str, dim: int) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from titan_relay.config import RunConfig
-from titan_relay.config.degrees import Degrees
+from titan_relay.config.degrees import Degrees, microbatch_rows
 from titan_relay.recompute.levels import LayerCost
 from titan_relay.titan.recompute.block_levels import AttentionShape
 
@@ -32,13 +32,11 @@ class Microbatch:
 
 def microbatch_of(run: RunConfig, degrees: Degrees, itemsize: int) -> Microbatch:
     """The microbatches of a run whose layers compute with elements of `itemsize` bytes."""
-    local, rows, num_alive = run.training.local_batch_size, run.training.local_batch_size, 1
-    if degrees.pp > 1:
-        rows = run.parallelism.pipeline_parallel_microbatch_size
-        num_alive = local // rows
-        if run.parallelism.pipeline_parallel_schedule == "1F1B":
-            # The first stage has one in flight for every stage; the others have fewer.
-            num_alive = min(num_alive, degrees.pp)
+    rows = microbatch_rows(run, degrees)
+    num_alive = run.training.local_batch_size // rows  # 1 without a pipeline
+    if degrees.pp > 1 and run.parallelism.pipeline_parallel_schedule == "1F1B":
+        # The first stage has one in flight for every stage; the others have fewer.
+        num_alive = min(num_alive, degrees.pp)
     return Microbatch(
         num_rows=rows,
         seq_len=run.training.seq_len,
