@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ("tests/kernels", "tests/scripts/test_check_ring.py")
@@ -77,10 +76,21 @@ def run(shares: list[list[str]]) -> int:
         children, outputs = [], []
         for share in shares:
             outputs.append(ending.enter_context(tempfile.TemporaryFile("w+")))
-            children.append(start(share, outputs[-1]))
+            children.append(
+                subprocess.Popen(
+                    [*PYTEST, "-rfE", *share],
+                    cwd=ROOT,
+                    env=environment(),
+                    stdout=outputs[-1],
+                    stderr=subprocess.STDOUT,
+                )
+            )
             ending.callback(children[-1].kill)
         statuses = [child.wait() for child in children]
-        texts = [text_of(output) for output in outputs]
+        texts = []
+        for output in outputs:
+            output.seek(0)
+            texts.append(output.read().strip())
     for number, (status, text) in enumerate(zip(statuses, texts, strict=True), 1):
         if status:
             print(f"process {number} of {len(shares)}, exit code {status}:\n{text}")
@@ -88,35 +98,19 @@ def run(shares: list[list[str]]) -> int:
     return 1 if any(statuses) else 0
 
 
-def start(share: list[str], output: IO[str]) -> subprocess.Popen[str]:
-    command = [*PYTEST, "-rfE", *share]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, text=True
-    )
-
-
 def environment() -> dict[str, str]:
     """Tests import this folder's packages, installed or not."""
     return {**os.environ, "PYTHONPATH": IMPORTED}
-
-
-def text_of(output: IO[str]) -> str:
-    output.seek(0)
-    return output.read()
 
 
 def summary(texts: list[str]) -> str:
     """The sum of all processes' counts, such as "170 passed, 2 skipped"."""
     counts: dict[str, int] = {}
     for text in texts:
-        for number, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", last_line(text)):
+        last_line = text.rpartition("\n")[2]
+        for number, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", last_line):
             counts[what] = counts.get(what, 0) + int(number)
     return ", ".join(f"{number} {what}" for what, number in sorted(counts.items()))
-
-
-def last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
 
 
 if __name__ == "__main__":

@@ -8,17 +8,14 @@ Measures one layer's attention kernel and its projections forward, which is what
 the recomputation that is saved as the budget of a model of 48 such layers grows.
 """
 
-import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from kernel_bench.timing import Timer
+from titan_relay.commands.arguments import script_parser
 from titan_relay.ops import DocumentMask, document_attention
 from titan_relay.recompute.levels import LayerCost, choose_levels
 from titan_relay.units import MIB
@@ -74,24 +71,24 @@ def saved_share(cost: LayerCost, share: float) -> float:
     return choose_levels(layers, budget).seconds / (NUM_LAYERS * cost.seconds_at("full"))
 
 
+def ms_per_mib(cost: LayerCost) -> tuple[float, float]:
+    """What a MiB saves that is kept of the kernel's output, and of the projections'."""
+    return (
+        1000 * cost.output_seconds * MIB / cost.output_bytes,
+        1000 * cost.full_seconds * MIB / cost.full_bytes,
+    )
+
+
 def plot(costs: dict[int, LayerCost], device: str, path: Path) -> None:
     """Write the picture."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    figure = Figure(figsize=(11, 4), layout="tight")
+    left, right = figure.subplots(1, 2)
     lengths = list(costs)
-    per_mib = {
-        'level "output": the kernel': [
-            1000 * c.output_seconds * MIB / c.output_bytes for c in costs.values()
-        ],
-        'level "full": the projections': [
-            1000 * c.full_seconds * MIB / c.full_bytes for c in costs.values()
-        ],
-    }
-    for name, values in per_mib.items():
+    levels = ('level "output": the kernel', 'level "full": the projections')
+    for index, name in enumerate(levels):
+        values = [ms_per_mib(cost)[index] for cost in costs.values()]
         left.plot(lengths, values, marker="o", label=name)
     left.set(xscale="log", xlabel="tokens in a sequence", ylabel="ms saved per MiB kept")
     left.set_xticks(lengths, [str(length) for length in lengths])
@@ -108,16 +105,13 @@ def plot(costs: dict[int, LayerCost], device: str, path: Path) -> None:
         else f"CPU, {torch.get_num_threads()} thread(s)"
     )
     figure.suptitle(f"Attention of one layer on {name}")
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     """Measure, print, plot."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=1)
@@ -132,11 +126,10 @@ def main() -> None:
     print("tokens | kernel ms | ms per MiB | projections ms | ms per MiB")
     for number, length in enumerate(lengths, 1):
         cost = costs[length] = measure(shape, length, device)
+        kernel, projections = ms_per_mib(cost)
         print(
-            f"{length} | {1000 * cost.output_seconds:.2f} | "
-            f"{1000 * cost.output_seconds * MIB / cost.output_bytes:.2f} | "
-            f"{1000 * cost.full_seconds:.2f} | "
-            f"{1000 * cost.full_seconds * MIB / cost.full_bytes:.2f}   ({number} of {len(lengths)})"
+            f"{length} | {1000 * cost.output_seconds:.2f} | {kernel:.2f} | "
+            f"{1000 * cost.full_seconds:.2f} | {projections:.2f}   ({number} of {len(lengths)})"
         )
     plot(costs, device, args.out)
     print(f"Wrote {args.out}")

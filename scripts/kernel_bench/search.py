@@ -46,14 +46,14 @@ def search(
     if begin_ms is None:
         raise ValueError("the present configuration does not run on this device")
     best, best_ms, improves = begin, begin_ms, True
-    seen = {_key(begin)}
+    seen = [begin]
     while improves:
         improves = False
         for name, values in choices.items():
             for candidate in _with_each(best, name, values):
-                if _key(candidate) in seen:
+                if candidate in seen:
                     continue
-                seen.add(_key(candidate))
+                seen.append(candidate)
                 ms = measure(candidate)
                 if ms is not None and ms < _WORTHWHILE * best_ms:
                     best, best_ms, improves = candidate, ms, True
@@ -63,14 +63,8 @@ def search(
 def _with_each(
     config: TunedConfig, name: str, values: Sequence[int | bool]
 ) -> Iterator[TunedConfig]:
-    if name == "num_warps":
-        yield from (replace(config, num_warps=int(value)) for value in values)
-    elif name == "num_stages":
-        yield from (replace(config, num_stages=int(value)) for value in values)
-    elif name in config.constexprs:
-        for value in values:
+    for value in values:
+        if name in ("num_warps", "num_stages"):
+            yield replace(config, **{name: int(value)})
+        elif name in config.constexprs:
             yield replace(config, constexprs={**config.constexprs, name: value})
-
-
-def _key(config: TunedConfig) -> tuple:
-    return (tuple(sorted(config.constexprs.items())), config.num_warps, config.num_stages)

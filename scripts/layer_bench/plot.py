@@ -28,15 +28,13 @@ def main(argv: list[str] | None = None) -> None:
 
 def draw(results: list[dict[str, Any]], x: str, out: str) -> None:
     """One panel per quantity, one line per implementation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for result in sorted(results, key=lambda result: result[x]):
         by_name[result["impl"]].append(result)
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(5 * len(PANELS), 4))
+    figure = Figure(figsize=(5 * len(PANELS), 4), layout="tight")
+    axes = figure.subplots(1, len(PANELS))
     for axis, (quantity, (title, in_units)) in zip(axes, PANELS.items(), strict=True):
         for name, points in by_name.items():
             values = [
@@ -45,7 +43,6 @@ def draw(results: list[dict[str, Any]], x: str, out: str) -> None:
             axis.plot([point[x] for point in points], values, marker="o", label=name)
         axis.set(xlabel=x, title=title, ylim=(0, None))
     axes[0].legend()
-    figure.tight_layout()
     figure.savefig(out, dpi=120)
 
 

@@ -173,7 +173,7 @@ def test_tokenizer_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     small.write_text('{"text": "abc abc"}\n')
     out = str(tmp_path / "out")
     cases = [
-        (["--files", str(tmp_path / "no.jsonl"), "--out", out], "matches no file"),
+        (["--files", str(tmp_path / "no.jsonl"), "--out", out], "no such file; did you"),
         (["--files", str(small), "--out", out], "which gives only 259 ids"),
         (["--files", str(small), "--out", out, "--text-column", "body"], "columns present: text"),
         (["--files", str(small), "--out", out, "--pattern", "(a"], "is not a valid expression"),

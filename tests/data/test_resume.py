@@ -189,7 +189,7 @@ def test_a_changed_run_is_refused_with_the_key_to_set_back(
     state = open_reader(corpus, tokenizer).state_dict()
     other = DataConfig(files=(str(write_jsonl(tmp_path / "e.jsonl", numbered_texts(39))),))
     cases = [
-        (open_reader(corpus, tokenizer, num_lanes=8), "global batch was 4 rows"),
+        (open_reader(corpus, tokenizer, num_lanes=8), "rows of the global batch was 4 in"),
         (open_reader(corpus, tokenizer, seed=2), "debug.seed"),
         (open_reader(corpus, tokenizer, seq_len=32), "training.seq_len"),
         (open_reader(other, tokenizer), "not those of the checkpoint"),

@@ -14,7 +14,7 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,26 +75,24 @@ class Key:
         return self.path.rpartition(".")[0]
 
 
-def sections_in(cls: type, path: str = "") -> dict[str, type]:
+def sections_in(cls: type) -> dict[str, type]:
     """Dataclass of every section of `cls` by its dotted path; "" is `cls` itself."""
-    found = {path: cls}
-    for key in fields_of(cls, path):
-        if dataclasses.is_dataclass(key.type):
-            assert isinstance(key.type, type)
-            found |= sections_in(key.type, key.path)
-    return found
+    return {"": cls} | {
+        key.path: key.type for key in _all_fields(cls) if dataclasses.is_dataclass(key.type)
+    }
 
 
-def keys_in(cls: type, path: str = "", defaults: Any = REQUIRED) -> dict[str, Key]:
+def keys_in(cls: type) -> dict[str, Key]:
     """Every key of `cls` and its sections by its dotted path, in the order of declaration."""
-    found: dict[str, Key] = {}
+    return {key.path: key for key in _all_fields(cls) if not dataclasses.is_dataclass(key.type)}
+
+
+def _all_fields(cls: type, path: str = "", defaults: Any = REQUIRED) -> Iterator[Key]:
+    """Keys and sections, each section before its keys."""
     for key in fields_of(cls, path, defaults):
+        yield key
         if dataclasses.is_dataclass(key.type):
-            assert isinstance(key.type, type)
-            found |= keys_in(key.type, key.path, key.default)
-        else:
-            found[key.path] = key
-    return found
+            yield from _all_fields(key.type, key.path, key.default)
 
 
 def fields_of(cls: type, prefix: str, defaults: Any = REQUIRED) -> list[Key]:

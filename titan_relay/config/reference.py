@@ -130,7 +130,8 @@ def _help_key(key: Key) -> str:
 def _entry_keys(key: Key) -> list[Key]:
     """The keys of one entry of a list of tables; none of any other key."""
     item = item_of(key.type)
-    return fields_of(item, key.path) if dataclasses.is_dataclass(item) else []
+    is_table = isinstance(item, type) and dataclasses.is_dataclass(item)
+    return fields_of(item, key.path) if is_table else []
 
 
 def _indented(text: str, num_spaces: int) -> str:

@@ -66,25 +66,22 @@ def collect(root: Path, max_bytes: int | None, validation_share: float) -> Corpu
             corpus.left_out["larger than 300 kB"] += 1
             continue
         text = read_source(path)
+        content = (text or "").encode()
+        digest = hashlib.sha256(content).digest()
         if text is None:
             corpus.left_out["unreadable"] += 1
-            continue
-        if not text.strip():
+        elif not text.strip():
             corpus.left_out["empty"] += 1
-            continue
-        digest = hashlib.sha256(text.encode()).digest()
-        if digest in seen:
+        elif digest in seen:
             corpus.left_out["duplicate"] += 1
-            continue
-        size = len(text.encode())
-        if max_bytes is not None and num_bytes + size > max_bytes:
+        elif max_bytes is not None and num_bytes + len(content) > max_bytes:
             corpus.left_out["beyond --max-bytes"] += 1
-            continue
-        seen.add(digest)
-        num_bytes += size
-        # Independent of the order in which files are taken.
-        held_out = path_hash("validation/" + name) < validation_share * HASH_RANGE
-        (corpus.validation if held_out else corpus.train).append((name, text))
+        else:
+            seen.add(digest)
+            num_bytes += len(content)
+            # Independent of the order in which files are taken.
+            held_out = path_hash("validation/" + name) < validation_share * HASH_RANGE
+            (corpus.validation if held_out else corpus.train).append((name, text))
     corpus.train.sort()
     corpus.validation.sort()
     return corpus

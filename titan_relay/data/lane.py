@@ -71,11 +71,6 @@ class Lane:
         self.state = LaneState(0, 0, [0] * n, [0] * n, [0] * n, [True] * n)
         self._ids: np.ndarray | None = None
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether all further rows are padding; known once a row could not be filled."""
-        return not any(self.state.is_open) and self.state.current < 0
-
     def next_row(self) -> PackedRow:
         """The next row; all padding when every source of a finite lane has ended.
 

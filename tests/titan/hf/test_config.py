@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,6 @@ from titan_relay.titan.hf.config_json import (
     model_of,
     mtp_layers,
     toml_of,
-    value_of,
 )
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.model import families
@@ -51,7 +51,7 @@ def test_config_json_becomes_the_model_section_and_back(case: Case, tmp_path: Pa
     model = parsed(config.to_dict(), tmp_path).model
     for key, value in case.model.items():  # written by hand, not derived from `hf`
         if key not in TRAINING:
-            assert value_of(model, key) == value, key
+            assert attrgetter(key)(model) == value, key
     assert first_difference(model, config.to_dict()) is None
     written = config_of(model, "bfloat16")
     assert first_difference(model, written) is None

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support.distributed import run_ranks
 from titan_relay.titan.metrics.folder_lock import FolderError, FolderLock
-from titan_relay.titan.metrics.over_ranks import first_error, over_ranks
+from titan_relay.titan.metrics.over_ranks import over_ranks, raise_together
 from titan_relay.titan.metrics.processor import RelayMetricsProcessor
 
 WORLD_SIZE = 2
@@ -33,8 +33,9 @@ def check_reductions() -> None:
     assert over_ranks(values, "sum") == {"a": 1.0, "b": 21.0}
     assert over_ranks(values, "mean") == {"a": 0.5, "b": 10.5}
     assert over_ranks({}, "max") == {}
-    assert first_error(None) is None
-    assert first_error("bad" if rank == 1 else None) == "bad"
+    raise_together(None)
+    with pytest.raises(FolderError, match="bad"):
+        raise_together("bad" if rank == 1 else None)
 
 
 def report_two_steps(folder: str, **config) -> None:

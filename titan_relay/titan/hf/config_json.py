@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,9 @@ def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """
     architecture = FAMILIES[model.family].architectures[0]
     for toml, value in architecture.fixed.items():
-        if value_of(model, toml) != value:
+        if (own := attrgetter(toml)(model)) != value:
             raise HfError(
-                f"model.{toml} = {toml_value(value_of(model, toml))}: "
+                f"model.{toml} = {toml_value(own)}: "
                 f"{architecture.class_name} has only {toml_value(value)}"
             )
     config: dict[str, Any] = {
@@ -141,7 +142,7 @@ def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     config |= {name: allowed[0] for name, allowed in architecture.only.items()}
     for key in architecture.keys:
         if not key.in_rope:
-            value = value_of(model, key.toml) if key.write is None else key.write(model)
+            value = attrgetter(key.toml)(model) if key.write is None else key.write(model)
             config |= dict.fromkeys(key.names, value)
     config.pop("rope_type")
     config["rope_parameters"] = architecture.rope(model)
@@ -160,7 +161,7 @@ def first_difference(
     theirs = model_of(config)
     names = {key.toml: key.names[0] for key in architecture.keys if not key.choice}
     for toml in ("family", *names, *architecture.fixed):
-        value = value_of(model, toml)
+        value = attrgetter(toml)(model)
         if value != theirs[toml]:
             return (
                 f"model.{toml} = {toml_value(value)}: {file} has "
@@ -174,14 +175,6 @@ def mtp_layers(config: Mapping[str, Any]) -> range:
     counts = [config[name] for name in MTP_NAMES if config.get(name)]
     first = config.get("num_hidden_layers", 0)
     return range(first, first + (counts[0] if counts else 0))
-
-
-def value_of(model: ModelConfig, toml: str) -> Any:
-    """The value of a key below [model]."""
-    value: Any = model
-    for name in toml.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def toml_of(config: Mapping[str, Any]) -> str:

@@ -31,17 +31,13 @@ def over_ranks(values: Mapping[str, float], reduction: Reduction) -> dict[str, f
     return dict(zip(keys, table.tolist(), strict=True))
 
 
-def first_error(message: str | None) -> str | None:
-    """The message of the lowest rank that has one, on every rank, so that all stop alike."""
-    if not dist.is_initialized():
-        return message
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    return next((text for text in messages if text is not None), None)
-
-
 def raise_together(message: str | None) -> None:
-    """Raise `FolderError` on every rank if any has a message: others would wait for one alone."""
-    message = first_error(message)
-    if message is not None:
-        raise FolderError(message)
+    """Raise `FolderError` on every rank, with the message of the lowest that has one, if any has:
+    others would wait for one alone."""
+    messages = [message]
+    if dist.is_initialized():
+        messages *= dist.get_world_size()
+        dist.all_gather_object(messages, message)
+    for text in messages:
+        if text is not None:
+            raise FolderError(text)

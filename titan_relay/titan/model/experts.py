@@ -18,8 +18,9 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from titan_relay.moe import ExpertWeights, RelayOptions, relay_moe, relay_ring
 
 
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class NativeDtypeExperts(GroupedExperts):
@@ -37,7 +38,7 @@ class NativeDtypeExperts(GroupedExperts):
 
         On CPU experts run one after another: the grouped GEMM there is such a loop too.
         """
-        weights = [_local(w).to(x_RD.dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
+        weights = [local_part(w).to(x_RD.dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
         if self.has_grouped_gemm(x_RD):
             return super().forward(x_RD, num_tokens_per_expert_E)
         rows = x_RD.split(self.rows_per_expert(x_RD.shape[0], num_tokens_per_expert_E))
@@ -89,11 +90,12 @@ class RelayRoutedExperts(RoutedExperts):
         interface only.
         """
         experts = self.inner_experts
+        weights = (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
         out_TD = relay_moe(
             x_BLD.flatten(0, 1),
             topk_scores_BLK.flatten(0, 1),
             topk_expert_ids_BLK.flatten(0, 1),
-            ExpertWeights(_local(experts.w1_EFD), _local(experts.w2_EDF), _local(experts.w3_EFD)),
+            ExpertWeights(*map(local_part, weights)),
             self.group,
             self.options,
         )

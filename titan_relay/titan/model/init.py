@@ -87,16 +87,6 @@ class Normal:
         param.normal_init_std = self.std  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Constant:
-    """Fills a parameter with one value (norm weights, biases)."""
-
-    value: float
-
-    def __call__(self, param: nn.Parameter) -> None:
-        nn.init.constant_(param, self.value)
-
-
 def init_by_name(model: nn.Module, *, seed: int) -> None:
     """Fill every parameter that was marked by `Normal`.
 

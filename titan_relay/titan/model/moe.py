@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import MoE as TitanMoE
 
 from titan_relay.titan.model.balance import AuxLossScope, BalanceLoss, LoadMeter, StepContext
-from titan_relay.titan.model.experts import RelayRoutedExperts
+from titan_relay.titan.model.experts import RelayRoutedExperts, local_part
 from titan_relay.titan.model.jitter import jitter
 from titan_relay.titan.model.router import Routing
 
@@ -110,7 +110,7 @@ class MoE(TitanMoE):
         scores = routing.scores_BLK
         if not isinstance(scores, DTensor):
             return self._attach_local(routing, valid_BL)
-        local = Routing(*(_to_local(t) for t in vars(routing).values()))
+        local = Routing(*map(local_part, vars(routing).values()))
         if valid_BL is not None:
             valid_BL = _rows_like(valid_BL, scores)
         attached = self._attach_local(local, valid_BL)
@@ -127,7 +127,3 @@ def _rows_like(rows_BL: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, DTensor) or x.to_local().shape[1] == rows_BL.shape[1]:
         return rows_BL
     return rows_BL.chunk(x.device_mesh.size(), dim=1)[x.device_mesh.get_local_rank()]
-
-
-def _to_local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -20,8 +20,8 @@ from torchtitan.distributed.activation_checkpoint import (
 
 from titan_relay.config.schema import ActivationCheckpointConfig
 from titan_relay.moe import relay_ops
-from titan_relay.private_torch import checkpoint_wrapper
 from titan_relay.recompute import relay_checkpoint
+from titan_relay.titan.recompute.block_levels import checkpointed
 
 
 class RelayFullAC(ActivationCheckpointing):
@@ -32,14 +32,7 @@ class RelayFullAC(ActivationCheckpointing):
         pass
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        return checkpoint_wrapper(
-            module,
-            checkpoint_fn=relay_checkpoint,
-            preserve_rng_state=self.config.preserve_rng_state,
-            determinism_check=self.config.determinism_check,
-            early_stop=False,
-            debug=self.config.debug,
-        )
+        return checkpointed(module, self.config, relay_checkpoint)
 
 
 class RelaySelectiveAC(SelectiveAC):

@@ -79,14 +79,21 @@ class BlockRetention(ActivationCheckpointing):
         assert isinstance(self.config, BlockRetention.Config)
         assert base_fqn is not None
         keeps = functools.partial(self.config.levels.keeps, int(base_fqn.rpartition(".")[2]))
-        return checkpoint_wrapper(
-            module,
-            checkpoint_fn=functools.partial(relay_checkpoint, keeps=keeps),
-            preserve_rng_state=self.config.preserve_rng_state,
-            determinism_check=self.config.determinism_check,
-            early_stop=False,  # forward hooks of a recompute run to their end
-            debug=self.config.debug,
-        )
+        return checkpointed(module, self.config, functools.partial(relay_checkpoint, keeps=keeps))
+
+
+def checkpointed(
+    module: nn.Module, config: ActivationCheckpointing.Config, checkpoint_fn: Callable[..., Any]
+) -> nn.Module:
+    """A whole block that is run again by `checkpoint_fn`."""
+    return checkpoint_wrapper(
+        module,
+        checkpoint_fn=checkpoint_fn,
+        preserve_rng_state=config.preserve_rng_state,
+        determinism_check=config.determinism_check,
+        early_stop=False,  # forward hooks of a recompute run to their end
+        debug=config.debug,
+    )
 
 
 def make_retainable(model: nn.Module, levels: Levels) -> None:

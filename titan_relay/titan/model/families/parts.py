@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch.nn import init
 from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.config_utils import (
@@ -23,7 +24,7 @@ from torchtitan.protocols.module import Module
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.model.attention import CpuAttention
 from titan_relay.titan.model.families.decoder import RelayBlock, RelayDecoder
-from titan_relay.titan.model.init import Constant, Normal
+from titan_relay.titan.model.init import Normal
 from titan_relay.titan.model.low_memory import (
     CosSinRoPE,
     FeedForward,
@@ -96,13 +97,13 @@ def linear(in_features: int, out_features: int, std: float, *, bias: bool = Fals
         in_features=in_features,
         out_features=out_features,
         bias=bias,
-        param_init={"weight": Normal(std), "bias": Constant(0.0)},
+        param_init={"weight": Normal(std), "bias": init.zeros_},
     )
 
 
 def rms_norm(dim: int, eps: float) -> RMSNorm.Config:
     """An RMSNorm whose weight starts at one."""
-    return RMSNorm.Config(normalized_shape=dim, eps=eps, param_init={"weight": Constant(1.0)})
+    return RMSNorm.Config(normalized_shape=dim, eps=eps, param_init={"weight": init.ones_})
 
 
 def layer_norm(dim: int, eps: float) -> LayerNorm.Config:
@@ -110,17 +111,17 @@ def layer_norm(dim: int, eps: float) -> LayerNorm.Config:
     return LayerNorm.Config(
         normalized_shape=dim,
         eps=eps,
-        param_init={"weight": Constant(1.0), "bias": Constant(0.0)},
+        param_init={"weight": init.ones_, "bias": init.zeros_},
     )
 
 
 def embedding(model: ModelConfig) -> Embedding.Config:
     """The token embedding; where it shares its weight with the head, the head initialises it."""
-    init = skip_param_init if model.tie_word_embeddings else Normal(model.init_std)
+    fill = skip_param_init if model.tie_word_embeddings else Normal(model.init_std)
     return Embedding.Config(
         num_embeddings=model.vocab_size,
         embedding_dim=model.dim,
-        param_init={"weight": init},
+        param_init={"weight": fill},
     )
 
 
