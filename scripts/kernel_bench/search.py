@@ -64,7 +64,9 @@ def _with_each(
     config: TunedConfig, name: str, values: Sequence[int | bool]
 ) -> Iterator[TunedConfig]:
     for value in values:
-        if name in ("num_warps", "num_stages"):
-            yield replace(config, **{name: int(value)})
+        if name == "num_warps":
+            yield replace(config, num_warps=int(value))
+        elif name == "num_stages":
+            yield replace(config, num_stages=int(value))
         elif name in config.constexprs:
             yield replace(config, constexprs={**config.constexprs, name: value})

@@ -7,14 +7,13 @@ unchecked (``steps = "100"`` stays a string), whereas here file and command line
 reader and one form of error.
 """
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place, Setting, shown
-from titan_relay.config.fields import choices_of, item_of, or_word_of
+from titan_relay.config.fields import choices_of, is_table, item_of, or_word_of
 from titan_relay.config.reader import expectation, read_value
 from titan_relay.config.schema import keys, sections
 from titan_relay.config.suggest import nearest, where_key_belongs
@@ -120,7 +119,7 @@ def _raw(annotation: Any, text: str) -> Any:
         if value is None and is_nested:
             value = _parse_json(text)
         return text if value is None else value
-    if item_of(item) is not None or dataclasses.is_dataclass(item):
+    if item_of(item) is not None or is_table(item):
         return text
     return [_raw(item, part.strip()) for part in text.split(",")] if text.strip() else []
 

@@ -75,23 +75,26 @@ class Key:
         return self.path.rpartition(".")[0]
 
 
+def is_table(annotation: Any) -> typing.TypeGuard[type]:
+    """Whether a type is a dataclass, and so has keys below it."""
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
 def sections_in(cls: type) -> dict[str, type]:
     """Dataclass of every section of `cls` by its dotted path; "" is `cls` itself."""
-    return {"": cls} | {
-        key.path: key.type for key in _all_fields(cls) if dataclasses.is_dataclass(key.type)
-    }
+    return {"": cls} | {key.path: key.type for key in _all_fields(cls) if is_table(key.type)}
 
 
 def keys_in(cls: type) -> dict[str, Key]:
     """Every key of `cls` and its sections by its dotted path, in the order of declaration."""
-    return {key.path: key for key in _all_fields(cls) if not dataclasses.is_dataclass(key.type)}
+    return {key.path: key for key in _all_fields(cls) if not is_table(key.type)}
 
 
 def _all_fields(cls: type, path: str = "", defaults: Any = REQUIRED) -> Iterator[Key]:
     """Keys and sections, each section before its keys."""
     for key in fields_of(cls, path, defaults):
         yield key
-        if dataclasses.is_dataclass(key.type):
+        if is_table(key.type):
             yield from _all_fields(key.type, key.path, key.default)
 
 

@@ -17,6 +17,7 @@ from titan_relay.config.fields import (
     Rule,
     choices_of,
     fields_of,
+    is_table,
     item_of,
     or_word_of,
 )
@@ -67,8 +68,7 @@ def _read(annotation: Any, rule: Rule, raw: Any, place: Place) -> Any:
         return _read_choice(annotation, rule, raw, place)
     if item_of(annotation) is not None:
         return _read_list(annotation, rule, raw, place)
-    if dataclasses.is_dataclass(annotation):
-        assert isinstance(annotation, type)
+    if is_table(annotation):
         return _read_table(annotation, raw, place)
     if annotation in _NOUNS:
         return _read_plain(annotation, rule, raw, place)
@@ -217,7 +217,7 @@ def short_type(annotation: Any, rule: Rule) -> str:
         return " | ".join(choices_of(annotation))
     if item_of(annotation) is not None:
         return f"list of {short_type(item_of(annotation), Rule())}"
-    if dataclasses.is_dataclass(annotation):
+    if is_table(annotation):
         return "tables"
     if annotation in _NOUNS:
         return str(annotation.__name__) + limits(rule)
@@ -234,4 +234,4 @@ def _plural(annotation: Any) -> str:
         return either([f'"{choice}"' for choice in choices_of(annotation)])
     if item_of(annotation) is not None:
         return f"lists of {_plural(item_of(annotation))}"
-    return "tables" if dataclasses.is_dataclass(annotation) else _PLURALS[annotation]
+    return "tables" if is_table(annotation) else _PLURALS[annotation]

@@ -3,11 +3,10 @@
 python -m titan_relay.config.reference > docs/config.md
 """
 
-import dataclasses
 import sys
 import textwrap
 
-from titan_relay.config.fields import Key, fields_of, item_of
+from titan_relay.config.fields import Key, fields_of, is_table, item_of
 from titan_relay.config.reader import default_text, short_type
 from titan_relay.config.schema import keys, sections
 
@@ -130,8 +129,7 @@ def _help_key(key: Key) -> str:
 def _entry_keys(key: Key) -> list[Key]:
     """The keys of one entry of a list of tables; none of any other key."""
     item = item_of(key.type)
-    is_table = isinstance(item, type) and dataclasses.is_dataclass(item)
-    return fields_of(item, key.path) if is_table else []
+    return fields_of(item, key.path) if is_table(item) else []
 
 
 def _indented(text: str, num_spaces: int) -> str:
