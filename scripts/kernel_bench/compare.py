@@ -23,7 +23,6 @@ class Speeds:
     def __init__(self, problem: Problem, timer: Timer) -> None:
         _, expert_dim, dim = problem.weights.w1_gFD.shape
         dtype = problem.x_TD.dtype
-        self._timer = timer
         self.dense = dense_flops_per_s(timer, dtype, problem.num_rows, (dim, 3 * expert_dim))
         self.copy = copy_bytes_per_s(timer)
 

@@ -9,7 +9,6 @@ class Chip:
     """Limits of one architecture, and the tensor-core instructions that use it fully."""
 
     arch: str
-    capability: int
     shared_bytes: int  # the most that one block may have, opted in
     tensor_memory_columns: int
     tensor_core: re.Pattern[str]
@@ -21,8 +20,8 @@ _KIB = 1024
 CHIPS = {
     chip.arch: chip
     for chip in (
-        Chip("sm_80", 80, 163 * _KIB, 0, re.compile(r"HMMA\b"), "HMMA"),
-        Chip("sm_90", 90, 227 * _KIB, 0, re.compile(r"HGMMA\b"), "HGMMA"),
-        Chip("sm_100", 100, 227 * _KIB, 512, re.compile(r"UTC[A-Z]*MMA\b"), "UTC*MMA"),
+        Chip("sm_80", 163 * _KIB, 0, re.compile(r"HMMA\b"), "HMMA"),
+        Chip("sm_90", 227 * _KIB, 0, re.compile(r"HGMMA\b"), "HGMMA"),
+        Chip("sm_100", 227 * _KIB, 512, re.compile(r"UTC[A-Z]*MMA\b"), "UTC*MMA"),
     )
 }

@@ -62,11 +62,9 @@ def torchtitan_layer(name: str, setting: Setting, group: dist.ProcessGroup) -> L
 
 def _prepare(device: str) -> None:
     """Choose plain tensors, the backend whose dispatcher needs no type system at run time."""
+    from titan_relay.titan.private_torchtitan import adapt_torchtitan
+
+    adapt_torchtitan(cpu=device == "cpu")
     from torchtitan.distributed import utils
 
     utils._spmd_backend = "partial_dtensor"
-    if device == "cpu":
-        # Without CUDA torchtitan still believes in it, by a name that it binds at import.
-        from torchtitan.tools import utils as tools
-
-        tools.device_type = "cpu"

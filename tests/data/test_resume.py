@@ -20,7 +20,14 @@ from tests.data.support import (
     write_jsonl,
 )
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
-from titan_relay.data import DataError, LaneReader, PackedRow, Tokenizer, lane_key
+from titan_relay.data import (
+    DataError,
+    LaneReader,
+    PackedRow,
+    Tokenizer,
+    lane_key,
+    num_valid_tokens,
+)
 
 NUM_LANES = 4
 
@@ -189,7 +196,7 @@ def test_a_changed_run_is_refused_with_the_key_to_set_back(
     state = open_reader(corpus, tokenizer).state_dict()
     other = DataConfig(files=(str(write_jsonl(tmp_path / "e.jsonl", numbered_texts(39))),))
     cases = [
-        (open_reader(corpus, tokenizer, num_lanes=8), "rows of the global batch was 4 in"),
+        (open_reader(corpus, tokenizer, num_lanes=8), "global batch was 4 rows"),
         (open_reader(corpus, tokenizer, seed=2), "debug.seed"),
         (open_reader(corpus, tokenizer, seq_len=32), "training.seq_len"),
         (open_reader(other, tokenizer), "not those of the checkpoint"),
@@ -224,11 +231,11 @@ def test_a_corpus_moved_to_another_folder_is_the_same_corpus(
 def test_a_finite_run_may_go_on_as_an_endless_one(tmp_path: Path, corpus: DataConfig) -> None:
     tokenizer = byte_tokenizer(tmp_path)
     finite = open_reader(replace(corpus, infinite=False), tokenizer)
-    while not finite.exhausted:
-        finite.next_rows()
+    while num_valid_tokens(finite.next_rows()["labels"]):
+        pass
     ended = open_reader(replace(corpus, infinite=False), tokenizer)
     ended.load_state_dict(finite.state_dict())
-    assert ended.exhausted
+    assert num_valid_tokens(ended.next_rows()["labels"]) == 0
     endless = open_reader(corpus, tokenizer)
     endless.load_state_dict(finite.state_dict())
     rows = [endless.next_rows() for _ in range(40)]

@@ -3,7 +3,7 @@
 File checks look at names only; what is inside is found out by the readers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from titan_relay.config.errors import Refusal, Sources, either
@@ -22,20 +22,23 @@ def check_data(config: RunConfig, sources: Sources, *, files: bool) -> None:
 
 
 def _check_data(config: RunConfig, *, files: bool) -> Iterator[Refusal]:
-    yield from check_documents("data", config.data)
+    sections = {"data": config.data}
     if config.validator.enable:
-        yield from check_documents("validator.data", config.validator.data)
-        if config.validator.steps == -1 and config.validator.data.infinite:
-            yield Refusal(
-                "validator.data.infinite",
-                "validator.steps = -1 reads all of it, which would never end; use false, or a "
-                "number of validator.steps",
-            )
+        sections["validator.data"] = config.validator.data
+    for section, data in sections.items():
+        yield from check_documents(section, data)
+    if config.validator.enable and config.validator.steps == -1 and config.validator.data.infinite:
+        yield Refusal(
+            "validator.data.infinite",
+            "validator.steps = -1 reads all of it, which would never end; use false, or a "
+            "number of validator.steps",
+        )
     yield from _check_tokenizer(config)
     if files:
-        for key, patterns in _file_keys(config):
-            for pattern in patterns:
-                yield from check_files(key, pattern)
+        for section, data in sections.items():
+            yield from check_files(f"{section}.files", data.files)
+            for entry in data.mixture:
+                yield from check_files(f"{section}.mixture", entry.files)
         yield from _check_tokenizer_path(config.tokenizer)
 
 
@@ -78,16 +81,6 @@ def _shown(value: object) -> object:
     if isinstance(value, tuple) and value and isinstance(value[0], MixtureEntry):
         return [entry.name for entry in value]
     return value
-
-
-def _file_keys(config: RunConfig) -> Iterator[tuple[str, Sequence[str]]]:
-    read = [("data", config.data)]
-    if config.validator.enable:
-        read.append(("validator.data", config.validator.data))
-    for section, data in read:
-        yield f"{section}.files", data.files
-        for entry in data.mixture:
-            yield f"{section}.mixture", entry.files
 
 
 def _check_tokenizer(config: RunConfig) -> Iterator[Refusal]:

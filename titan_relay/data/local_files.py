@@ -35,9 +35,9 @@ def expand_files(patterns: Sequence[str], key: str = "data.files") -> list[Path]
     Raises DataError for a pattern that matches nothing, a folder, or an unknown suffix.
     """
     found: dict[Path, None] = {}
+    for _, fix, value in check_files(key, patterns):
+        raise DataError(f'{key}: "{value}": {fix}')
     for pattern in patterns:
-        for _, fix, value in check_files(key, pattern):
-            raise DataError(f'{key}: "{value}": {fix}')
         files = _files_of(pattern)
         for path in files:
             if path in found and files == [Path(pattern)]:
@@ -46,14 +46,15 @@ def expand_files(patterns: Sequence[str], key: str = "data.files") -> list[Path]
     return list(found)
 
 
-def check_files(key: str, pattern: str) -> Iterator[Refusal]:
+def check_files(key: str, patterns: Sequence[str]) -> Iterator[Refusal]:
     """Yield a `Refusal` of `key` for a path or glob without files, and for files of other kinds."""
-    files = _files_of(pattern)
-    if not files:
-        yield Refusal(key, _why_nothing(pattern), pattern)
-    for path in files:
-        if path.suffix not in SUFFIXES:
-            yield Refusal(key, f"must end in {either(SUFFIXES)}", str(path))
+    for pattern in patterns:
+        files = _files_of(pattern)
+        if not files:
+            yield Refusal(key, _why_nothing(pattern), pattern)
+        for path in files:
+            if path.suffix not in SUFFIXES:
+                yield Refusal(key, f"must end in {either(SUFFIXES)}", str(path))
 
 
 def _files_of(pattern: str) -> list[Path]:

@@ -131,11 +131,7 @@ class LaneReader:
         """
         for key, mine in self._identity.items():
             if state.get(key) != mine:
-                what, why, keys = _CHANGED[key]
-                raise DataError(
-                    f"{what} was {state.get(key)} in the checkpoint and is {mine} now{why}: "
-                    f"set {keys} back, or start a new run"
-                )
+                raise DataError(_CHANGED[key].format(saved=state.get(key), mine=mine))
         missing = [g for g in self.lanes if lane_key(g) not in state]
         if missing:
             raise DataError(f"the checkpoint has no data position for lanes {missing[:8]}")
@@ -154,16 +150,16 @@ class LaneReader:
             weighted.source.close()
 
 
-_DEPENDS = "; the data position depends on it"
-# What must be as it was, what of it, and the keys that set it.
 _CHANGED = {
-    "num_lanes": ("the rows of the global batch", _DEPENDS, "training.global_batch_size"),
-    "seed": ("the seed", "; the order of documents depends on it", "debug.seed"),
-    "seq_len": ("the sequence length", _DEPENDS, "training.seq_len"),
-    "data_fingerprint": (
-        "the fingerprint of the documents",
-        "; files, their order, columns, shuffle or mixture changed",
-        "[data]",
-    ),
-    "tokenizer_fingerprint": ("the fingerprint of the tokenizer", "", "[tokenizer]"),
+    "num_lanes": "the global batch was {saved} rows in the checkpoint and is {mine} now; the data "
+    "position depends on it: set training.global_batch_size back, or start a new run",
+    "seed": "the seed was {saved} in the checkpoint and is {mine} now; the order of documents "
+    "depends on it: set debug.seed back, or start a new run",
+    "seq_len": "the sequence length was {saved} in the checkpoint and is {mine} now; the data "
+    "position depends on it: set training.seq_len back, or start a new run",
+    "data_fingerprint": "the documents of [data] are not those of the checkpoint (fingerprint "
+    "{saved}, now {mine}): files, their order, columns, shuffle or mixture changed; "
+    "set them back, or start a new run",
+    "tokenizer_fingerprint": "the tokenizer is not that of the checkpoint (fingerprint {saved}, "
+    "now {mine}): set [tokenizer] back, or start a new run",
 }

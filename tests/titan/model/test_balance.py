@@ -55,7 +55,7 @@ def test_padding_is_not_load(seq_len: int) -> None:
 
 
 def test_padding_changes_neither_loss_value() -> None:
-    loss = BalanceLoss(6, TOP_K, 1.0, 1.0, "sequence")
+    loss = BalanceLoss(6, 1.0, 1.0, "sequence")
     logits = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(2))
     valid = torch.zeros(2, 8, dtype=torch.bool)
     valid[:, :3] = True
@@ -94,7 +94,7 @@ def test_losses_equal_their_definitions() -> None:
     logits = torch.randn(3, 7, num_experts, generator=torch.Generator().manual_seed(4))
     x = logits.clone().requires_grad_()
     meter = LoadMeter(num_experts)
-    loss = BalanceLoss(num_experts, TOP_K, coeff, 0.2, "sequence")
+    loss = BalanceLoss(num_experts, coeff, 0.2, "sequence")
     route = routing(x)
     scores = loss.attach(route, torch.ones(3, 7, dtype=torch.bool), StepContext(), meter)
     (scores * 0).sum().backward()
@@ -117,7 +117,7 @@ def test_losses_equal_their_definitions() -> None:
 
 
 def test_balanced_routing_has_loss_one_and_all_to_one_more() -> None:
-    loss = BalanceLoss(4, 1, 1.0, 0.0, "sequence")
+    loss = BalanceLoss(4, 1.0, 0.0, "sequence")
     balanced = 9.0 * torch.eye(4).repeat(4, 1).unsqueeze(0)
     to_one = torch.zeros(1, 16, 4)
     to_one[..., 2] = 9.0

@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import WriteItem
 
 from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.hf.safetensors_file import StoredTensor
 
 METADATA = ".metadata"
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Shape and dtype of a tensor as it lies, or is to lie, in a file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class _LazyPlanner(DefaultSavePlanner):

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.hf.check_weights import check_weights
 from titan_relay.titan.hf.config_json import first_difference, mtp_layers
-from titan_relay.titan.hf.dcp import METADATA, PartsWriter, StoredTensor
+from titan_relay.titan.hf.dcp import METADATA, PartsWriter
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.export import shard_numbers
 from titan_relay.titan.hf.folder import (
@@ -29,6 +29,7 @@ from titan_relay.titan.hf.folder import (
 )
 from titan_relay.titan.hf.names import Entry, NameMap
 from titan_relay.titan.hf.progress import Journal, OnDone, Progress, ignore
+from titan_relay.titan.hf.safetensors_file import StoredTensor
 
 ASSETS = "hf"
 JOURNAL = ".conversion.jsonl"

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,23 @@ _LARGEST_HEADER_BYTES = 100_000_000  # the package's own limit
 
 
 @dataclass(frozen=True)
-class TensorPlace:
-    """A tensor's dtype and shape, and where its bytes are in its file."""
+class StoredTensor:
+    """Shape and dtype of a tensor as it lies, or is to lie, in a file."""
 
-    dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
+    dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TensorPlace(StoredTensor):
+    """And where its bytes are in its file."""
+
+    offset: int
 
 
 def read_places(path: Path) -> dict[str, TensorPlace]:
@@ -92,7 +98,7 @@ def _place(path: Path, name: str, entry: dict, start: int) -> TensorPlace:
         raise HfError(f"{path} is no safetensors file: bad entry for {name}") from error
     if dtype not in DTYPES:
         raise HfError(f"{path}: {name} has dtype {dtype}, which is not supported")
-    place = TensorPlace(DTYPES[dtype], tuple(shape), start + first)
+    place = TensorPlace(tuple(shape), DTYPES[dtype], start + first)
     if place.num_bytes != end - first:
         raise HfError(f"{path}: {name} takes {end - first} bytes, its shape {place.num_bytes}")
     return place
@@ -119,7 +125,7 @@ class FileLayout:
         relative: dict[str, TensorPlace] = {}
         offset = 0
         for name, dtype, shape in ordered:
-            relative[name] = TensorPlace(dtype, shape, offset)
+            relative[name] = TensorPlace(shape, dtype, offset)
             end = offset + relative[name].num_bytes
             header[name] = {
                 "dtype": _NAMES[dtype],
@@ -131,7 +137,7 @@ class FileLayout:
         text += b" " * (-len(text) % 8)
         self.head = len(text).to_bytes(_PREFIX_BYTES, "little") + text
         self.places = {
-            name: TensorPlace(each.dtype, each.shape, len(self.head) + each.offset)
+            name: replace(each, offset=len(self.head) + each.offset)
             for name, each in relative.items()
         }
         self.num_bytes = len(self.head) + offset

@@ -12,7 +12,7 @@ from torchtitan.tools.logging import logger
 
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.hf.check_weights import refuse_faults
-from titan_relay.titan.hf.dcp import PartsReader, StoredTensor
+from titan_relay.titan.hf.dcp import PartsReader
 from titan_relay.titan.hf.export import (
     SHARD_BYTES,
     exported_config,
@@ -25,7 +25,7 @@ from titan_relay.titan.hf.folder import INDEX, read_json
 from titan_relay.titan.hf.from_hf import ASSETS, open_journal
 from titan_relay.titan.hf.names import Entry, NameMap
 from titan_relay.titan.hf.progress import OnDone, Progress, ignore
-from titan_relay.titan.hf.safetensors_file import FileLayout, flush_to_disk
+from titan_relay.titan.hf.safetensors_file import FileLayout, StoredTensor, flush_to_disk
 
 _OTHER_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 _BIAS = ".expert_bias_E"

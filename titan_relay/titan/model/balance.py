@@ -95,7 +95,6 @@ class BalanceLoss:
     """The balancing losses of one layer."""
 
     num_experts: int
-    top_k: int
     aux_loss_coeff: float
     z_loss_coeff: float
     aux_loss_scope: AuxLossScope

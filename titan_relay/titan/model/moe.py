@@ -45,7 +45,6 @@ class MoE(TitanMoE):
             self.register_buffer("expert_bias_E", torch.zeros(config.num_experts))
         self.balance = BalanceLoss(
             num_experts=config.num_experts,
-            top_k=config.router.top_k,
             aux_loss_coeff=config.aux_loss_coeff,
             z_loss_coeff=config.z_loss_coeff,
             aux_loss_scope=config.aux_loss_scope,
