@@ -7,6 +7,7 @@ from titan_relay.data.documents import DataError
 from titan_relay.data.splitting import cut_long_runs
 
 NUM_BYTES = 256
+_LONGEST_RUN_CHARS = 20_000  # every merge goes through each word that has it, however long
 
 
 def train_bpe(texts: Iterator[str], num_ranks: int, pattern: str) -> tuple[dict[bytes, int], Any]:
@@ -34,7 +35,8 @@ def train_bpe(texts: Iterator[str], num_ranks: int, pattern: str) -> tuple[dict[
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[],
     )
-    trained.train_from_iterator((piece for text in texts for piece in cut_long_runs(text)), trainer)
+    pieces = (piece for text in texts for piece in cut_long_runs(text, _LONGEST_RUN_CHARS))
+    trained.train_from_iterator(pieces, trainer)
     byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
     ranks = {
         bytes(byte_of[letter] for letter in token): rank

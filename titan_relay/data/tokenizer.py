@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from titan_relay.config.schema_data import TokenizerConfig
 from titan_relay.data.documents import DataError
-from titan_relay.data.splitting import cut_long_runs, resolve_pattern
+from titan_relay.data.splitting import MAX_BLANK_CHARS, cut_long_runs, resolve_pattern
 from titan_relay.data.tokenizer_files import (
     named_boundaries,
     named_specials,
@@ -27,8 +27,11 @@ from titan_relay.data.tokenizer_files import (
 class _Backend(Protocol):
     """Text without BOS or EOS to ids and back."""
 
-    vocab_size: int
     identity: bytes  # what the ids depend on, for the fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        """The highest id that text can get, plus one."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -44,6 +47,10 @@ class _TiktokenBackend:
         ranks = read_rank_file(path)
         folder = Path(config.path)
         named = named_specials(folder) if folder.is_dir() else {}
+        if not config.allow_special_in_text:
+            # Text gets none of them then; one that cannot be is missed only if it is BOS or EOS.
+            taken = {*ranks.values(), *config.special_tokens.values()}
+            named = {token: at for token, at in named.items() if at >= 0 and at not in taken}
         specials = named | config.special_tokens
         self._check_special_ids(ranks, specials, path)
         pattern = resolve_pattern(config.pattern)
@@ -57,7 +64,8 @@ class _TiktokenBackend:
             ) from error
         self._specials = specials
         self._allowed = set(specials) if config.allow_special_in_text else set()
-        self.vocab_size = self._encoding.n_vocab
+        usable = specials if config.allow_special_in_text else config.special_tokens
+        self.vocab_size = 1 + max(*ranks.values(), *usable.values())
         self.identity = json.dumps([pattern, sorted(specials.items())]).encode() + path.read_bytes()
 
     @staticmethod
@@ -72,6 +80,10 @@ class _TiktokenBackend:
             taken.add(token_id)
 
     def encode(self, text: str) -> list[int]:
+        pieces = cut_long_runs(text, MAX_BLANK_CHARS, blanks_only=True)
+        return [token for piece in pieces for token in self._encode_piece(piece)]
+
+    def _encode_piece(self, text: str) -> list[int]:
         if self._allowed:
             return self._encoding.encode(text, allowed_special=self._allowed, disallowed_special=())
         return self._encoding.encode_ordinary(text)
@@ -102,8 +114,14 @@ class _HuggingFaceBackend:
                 )
         self._allow_special = config.allow_special_in_text
         self._tokenizer.encode_special_tokens = not self._allow_special
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.identity = path.read_bytes()
+
+    @property
+    def vocab_size(self) -> int:
+        # Added tokens that are not special are found in any text.
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        usable = (at for at, token in added if self._allow_special or not token.special)
+        return 1 + max(*self._tokenizer.get_vocab(with_added_tokens=False).values(), *usable)
 
     def encode(self, text: str) -> list[int]:
         # add_special_tokens=False: the template must not add what this class adds itself.
@@ -124,9 +142,8 @@ class _HuggingFaceBackend:
 class Tokenizer:
     """Encodes documents for training.
 
-    `bos_id` and `eos_id` are None where the vocabulary has no such token. `vocab_size` is the
-    highest id plus one, so it is what an embedding needs. `fingerprint` changes whenever the ids
-    of some document could.
+    `bos_id` and `eos_id` are None where the vocabulary has no such token. `fingerprint` changes
+    whenever the ids of some document could.
     """
 
     backend: _Backend
@@ -138,7 +155,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        return self.backend.vocab_size
+        """The highest id that a row can hold (EOS pads rows) plus one: what an embedding needs.
+
+        Special tokens that no document gets do not count.
+        """
+        used = (self.bos_id if self.add_bos else None, self.eos_id)
+        return max(self.backend.vocab_size, *(1 + each for each in used if each is not None), 0)
 
     def encode(self, text: str) -> list[int]:
         """Ids of one document, BOS and EOS as configured.
@@ -146,7 +168,7 @@ class Tokenizer:
         A BOS or EOS that the text itself already supplies (only possible with
         `allow_special_in_text`) is not doubled.
         """
-        ids = [token for piece in cut_long_runs(text) for token in self.backend.encode(piece)]
+        ids = self.backend.encode(text)
         head: list[int] = []
         if self.add_bos and self.bos_id is not None:
             head, ids = [self.bos_id], ids[1:] if ids[:1] == [self.bos_id] else ids
@@ -162,8 +184,9 @@ class Tokenizer:
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Builds the tokenizer of a `[tokenizer]` section; reads local files only.
 
-    Raises DataError where a file is missing or malformed, or where `add_bos` or `add_eos` asks
-    for a token that the vocabulary does not have.
+    Raises DataError where a file is missing or malformed, where `add_bos` or `add_eos` asks for a
+    token that the vocabulary does not have, or where the section names one that it has not. What
+    only the folder names, and the run does not use, need not be there.
     """
     if not config.path:
         raise DataError("tokenizer.path is empty; give a rank file or a tokenizer folder")
@@ -176,8 +199,22 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     in_folder = huggingface or path != Path(config.path)
     own_bos, own_eos = named_boundaries(path.parent) if in_folder else (None, None)
     backend: _Backend = (_HuggingFaceBackend if huggingface else _TiktokenBackend)(config, path)
-    bos_id = _boundary_id(backend, "bos", config.bos_token or own_bos, config.add_bos, path)
-    eos_id = _boundary_id(backend, "eos", config.eos_token or own_eos, config.add_eos, path)
+    bos_id = _boundary_id(backend, path, "bos", config.bos_token, own_bos)
+    eos_id = _boundary_id(backend, path, "eos", config.eos_token, own_eos)
+    for name, wanted, token_id, own in (
+        ("bos", config.add_bos, bos_id, own_bos),
+        ("eos", config.add_eos, eos_id, own_eos),
+    ):
+        if wanted and token_id is None:
+            known = (
+                f'"{own}", the folder\'s own, is not in {path}'
+                if own
+                else f"no {name} token is known"
+            )
+            raise DataError(
+                f"tokenizer.add_{name} = true, but {known}; set tokenizer.{name}_token to one of "
+                f"the vocabulary, or tokenizer.add_{name} = false"
+            )
     flags = [config.kind, bos_id, eos_id, config.add_bos, config.add_eos]
     flags.append(config.allow_special_in_text)
     digest = hashlib.sha256(json.dumps(flags).encode() + backend.identity)
@@ -187,16 +224,14 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _boundary_id(
-    backend: _Backend, name: str, token: str | None, wanted: bool, path: Path
+    backend: _Backend, path: Path, name: str, given: str | None, own: str | None
 ) -> int | None:
+    """The id of the token that the section gives, else of the folder's own; None if neither is."""
+    token = given or own
     token_id = backend.token_id(token) if token else None
-    if token and token_id is None:
+    if given and token_id is None:
         raise DataError(
-            f'tokenizer.{name}_token = "{token}" is not in {path}; name a token of the vocabulary '
+            f'tokenizer.{name}_token = "{given}" is not in {path}; name a token of the vocabulary '
             "or add it to tokenizer.special_tokens"
-        )
-    if wanted and token_id is None:
-        raise DataError(
-            f"tokenizer.add_{name} = true, but no {name} token is known; set tokenizer.{name}_token"
         )
     return token_id

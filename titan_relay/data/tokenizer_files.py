@@ -101,7 +101,8 @@ def named_boundaries(folder: Path) -> tuple[str | None, str | None]:
 
     def named(key: str) -> str | None:
         value = content.get(key)
-        return value.get("content") if isinstance(value, dict) else value
+        text = value.get("content") if isinstance(value, dict) else value
+        return text if isinstance(text, str) and text else None  # some files say null or false
 
     return named("bos_token"), named("eos_token")
 
@@ -109,7 +110,12 @@ def named_boundaries(folder: Path) -> tuple[str | None, str | None]:
 def named_specials(folder: Path) -> dict[str, int]:
     """The special tokens that the folder lists, with their ids."""
     listed = _read_config(folder).get("added_tokens_decoder", {})
-    return {entry["content"]: int(token_id) for token_id, entry in listed.items()}
+    try:
+        return {entry["content"]: int(token_id) for token_id, entry in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f'{folder / _CONFIG}: added_tokens_decoder is not {{"id": {{"content": "token"}}, ...}}'
+        ) from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
