@@ -4,12 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from relay_kernels import ExpertWeights, StepShape, SwiGLU
+from relay_kernels import ExpertWeights, SwiGLU
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.ring import Ring, relay_ring
-from titan_relay.moe.shapes import LayerShape, step_shape
-from titan_relay.moe.traffic import Circulation
-from titan_relay.moe.transport import RingExchange, Where
+from titan_relay.moe.shapes import LayerShape
 from titan_relay.private_torch import group_named
 
 
@@ -34,32 +32,6 @@ class RelayCall:
     def owner(self, hop: int) -> int:
         """The rank whose experts or tokens this rank holds at ``hop``."""
         return (self.rank - hop) % self.num_ranks
-
-    def exchange(self) -> RingExchange | None:
-        """A fresh sequence of exchanges, or None on a ring of one."""
-        return None if self.ring is None else RingExchange(self.ring.link)
-
-    def commit(self, exchange: RingExchange | None, slice_index: int, hop: int) -> None:
-        """Start what is queued, ahead of the compute that hides it."""
-        if exchange is not None:
-            exchange.commit(Where(self.options.layer, self.operation, slice_index, hop))
-
-    def wait(self, exchange: RingExchange | None) -> None:
-        if exchange is not None:
-            exchange.wait()
-
-    def finish(self, exchange: RingExchange | None, circulated: Circulation) -> None:
-        """Close the exchanges and report them."""
-        if exchange is None or self.ring is None:
-            return
-        exchange.close()
-        self.ring.telemetry.add(
-            self.options.layer, self.operation, exchange.counts, experts=circulated == "experts"
-        )
-
-    def step_shape(self, num_tokens: int, device: torch.device) -> StepShape:
-        """The step's scratch memory when ``num_tokens`` are at hand at most."""
-        return step_shape(self.shape, self.options, device, num_tokens)
 
 
 @dataclass(frozen=True)

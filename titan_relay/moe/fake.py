@@ -15,13 +15,16 @@ import torch
 
 from relay_kernels import ExpertWeights
 from titan_relay.moe.call import layer_shape
-from titan_relay.moe.memory import backward_memory, forward_memory, routing_peak_bytes
+from titan_relay.moe.memory import (
+    WorkingMemory,
+    backward_memory,
+    forward_memory,
+    routing_peak_bytes,
+)
 from titan_relay.moe.options import options_from_spec
 from titan_relay.moe.routing import NUM_FAULT_FIELDS
 from titan_relay.moe.shapes import LayerShape
 from titan_relay.private_torch import group_named
-
-_ROW_BYTES = 4
 
 # The device whose memory the fakes take, where it is not that of the fake tensors.
 _device: ContextVar[torch.device | None] = ContextVar("titan_relay_fake_device", default=None)
@@ -51,7 +54,7 @@ def fake_route(
     num_rows = expert_ids_TK.numel()
     rows_N = expert_ids_TK.new_empty(num_rows, dtype=torch.int32)
     if isinstance(num_rows, int):
-        _touch(rows_N, routing_peak_bytes(num_rows) - _ROW_BYTES * num_rows)
+        _touch(rows_N, routing_peak_bytes(num_rows) - rows_N.nbytes)
     num_counts = num_slices * num_experts + NUM_FAULT_FIELDS
     return rows_N, torch.empty(num_counts, dtype=torch.int64, device="cpu")
 
@@ -64,7 +67,7 @@ def fake_forward(
     shape = _static_shape(x_TD, scores_TK, tensors, group, spec)
     if shape is not None:
         memory = forward_memory(shape, options_from_spec(spec), _device.get() or x_TD.device)
-        _touch(x_TD, memory.total_bytes - memory.result_bytes - _rows_bytes(shape))
+        _touch_buffers(memory, shape, x_TD)
     return out_TD
 
 
@@ -94,7 +97,7 @@ def fake_backward(
             _device.get() or x_TD.device,
             weights_want_gradients=wants_weights,
         )
-        _touch(x_TD, memory.total_bytes - memory.result_bytes - _rows_bytes(shape))
+        _touch_buffers(memory, shape, x_TD)
     return results
 
 
@@ -110,9 +113,10 @@ def _static_shape(
     return layer_shape(x_TD, scores_TK, weights, num_ranks, options_from_spec(spec))
 
 
-def _rows_bytes(shape: LayerShape) -> int:
-    """The rows that ``fake_route`` has made already."""
-    return _ROW_BYTES * shape.num_tokens * shape.top_k
+def _touch_buffers(memory: WorkingMemory, shape: LayerShape, like: torch.Tensor) -> None:
+    """But the results, and the rows that ``fake_route`` has made already."""
+    rows_bytes = shape.num_tokens * shape.rows_bytes
+    _touch(like, memory.total_bytes - memory.result_bytes - rows_bytes)
 
 
 def _touch(like: torch.Tensor, num_bytes: int) -> None:

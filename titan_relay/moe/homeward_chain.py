@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_relay.moe.call import RelayCall
 from titan_relay.moe.transport import RingExchange
 
 Tensors = list[torch.Tensor]
@@ -58,7 +57,8 @@ class _Home:
 class HomewardChain:
     """One call's sums over every slice. Per hop: ``post``, ``share``, ``settle``.
 
-    The caller commits and waits around each hop's compute; ``bring_home`` ends the last slice.
+    The caller commits and waits around each hop's compute. After the last slice comes one hop 0
+    more, without a share.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class HomewardChain:
         self._free = [buffer() for _ in range(num_chain_buffers(num_ranks))]
         self._own = [buffer() for _ in range(num_own_buffers(num_ranks, in_other_dtype))]
 
-    def post(self, exchange: RingExchange | None, hop: int, num_items: int) -> None:
+    def post(self, exchange: RingExchange, hop: int, num_items: int) -> None:
         """Queue the last hop's sum for the successor, and a buffer for the predecessor's.
 
         ``num_items`` is the length of what this hop computes. To that the arrival will be added,
         and at hop 0 to the slice before.
         """
-        if exchange is None or self._outgoing is None:
+        if self._outgoing is None:
             return
         if hop == 0:
             assert self._waiting is not None
@@ -135,17 +135,6 @@ class HomewardChain:
             if self._waiting is not None:
                 self._waiting.close()
             self._waiting, self._current = self._current, None
-
-    def bring_home(self, call: RelayCall, exchange: RingExchange | None, slice_index: int) -> None:
-        """After the last slice: the one message that has no compute to hide behind."""
-        self.post(exchange, 0, 0)
-        call.commit(exchange, slice_index, call.num_ranks)
-        call.wait(exchange)
-        if self._outgoing is not None:
-            self.settle(0)
-        elif self._waiting is not None:
-            self._waiting.close()
-        self._waiting = None
 
     def _lease(self, num_items: int) -> _Lease:
         return _Lease(self._free.pop(), num_items)

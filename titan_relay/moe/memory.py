@@ -36,21 +36,25 @@ Notation: W ranks, T tokens per rank, K top-k, D model dimension, F expert hidde
 experts of a rank.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 
 from relay_kernels import backward_workspace_bytes, forward_workspace_bytes
+from titan_relay.moe.circulation import num_passing_buffers
 from titan_relay.moe.homeward_chain import num_chain_buffers, num_own_buffers
 from titan_relay.moe.options import RelayOptions
-from titan_relay.moe.ring_of_experts import num_weight_buffers
-from titan_relay.moe.ring_of_tokens import num_block_buffers
-from titan_relay.moe.routing import TokenSlices
-from titan_relay.moe.shapes import LayerShape, expert_slices, step_shape, token_slices
-from titan_relay.moe.traffic import Circulation, backward_traffic, circulations, forward_traffic
+from titan_relay.moe.shapes import (
+    Circulation,
+    LayerShape,
+    expert_slices,
+    step_shape,
+    token_slices,
+)
+from titan_relay.moe.traffic import backward_traffic, circulations, forward_traffic
 
 _SORTING_BYTES_PER_ROW = 20  # int32 keys, sorted keys, int64 order, int32 order
-_ROW_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,7 @@ class WorkingMemory:
 
     @property
     def total_bytes(self) -> int:
-        return (
-            self.result_bytes
-            + self.passing_bytes
-            + self.homeward_bytes
-            + self.step_bytes
-            + self.routing_bytes
-        )
+        return sum(astuple(self))
 
 
 def forward_memory(shape: LayerShape, options: RelayOptions, device: torch.device) -> WorkingMemory:
@@ -79,36 +77,12 @@ def forward_memory(shape: LayerShape, options: RelayOptions, device: torch.devic
 
     Where the routing may turn tokens into experts, the larger of both.
     """
-    each = circulations(forward_traffic(shape, options), options)
-    return max(
-        (_forward_memory(shape, options, device, circulate) for circulate in each),
-        key=lambda memory: memory.total_bytes,
-    )
 
+    def memory(circulate: Circulation) -> WorkingMemory:
+        step_bytes = forward_workspace_bytes(step_shape(shape, options, device, circulate))
+        return _memory(shape, options, circulate, shape.hidden_bytes, 0, step_bytes, None)
 
-def _forward_memory(
-    shape: LayerShape, options: RelayOptions, device: torch.device, circulate: Circulation
-) -> WorkingMemory:
-    result_bytes = shape.num_tokens * shape.dim * shape.dtype.itemsize
-    if circulate == "experts":
-        step = step_shape(shape, options, device, shape.num_tokens)
-        passing_bytes, homeward_bytes = _weight_buffers_bytes(shape, options), 0
-        routing_bytes = _rows_bytes(shape)
-    else:
-        slices = token_slices(shape.num_tokens, shape.num_ranks, options)
-        step = step_shape(shape, options, device, slices.length)
-        hidden_bytes = shape.dim * shape.dtype.itemsize
-        passing_bytes = num_block_buffers(shape.num_ranks) * slices.length
-        passing_bytes *= hidden_bytes + _meta_bytes(shape)
-        homeward_bytes = num_chain_buffers(shape.num_ranks) * slices.length * hidden_bytes
-        routing_bytes = _sliced_rows_bytes(shape, slices)
-    return WorkingMemory(
-        result_bytes,
-        passing_bytes,
-        homeward_bytes,
-        forward_workspace_bytes(step),
-        routing_bytes,
-    )
+    return _largest(memory, circulations(forward_traffic(shape, options), options))
 
 
 def backward_memory(
@@ -120,78 +94,54 @@ def backward_memory(
 ) -> WorkingMemory:
     """The backward on one rank, with gradients of x and scores wanted; the larger, as above."""
     sum_dtype = options.sum_dtype(shape.dtype) if weights_want_gradients else None
-    each = circulations(backward_traffic(shape, options), options)
-    return max(
-        (_backward_memory(shape, options, device, sum_dtype, circulate) for circulate in each),
-        key=lambda memory: memory.total_bytes,
-    )
+    home_bytes = shape.hidden_bytes + shape.scores_bytes
+
+    def memory(circulate: Circulation) -> WorkingMemory:
+        step = step_shape(shape, options, device, circulate)
+        step_bytes, dout_bytes = backward_workspace_bytes(step, sum_dtype), shape.hidden_bytes
+        return _memory(shape, options, circulate, home_bytes, dout_bytes, step_bytes, sum_dtype)
+
+    return _largest(memory, circulations(backward_traffic(shape, options), options))
 
 
-def _backward_memory(
+def _largest(
+    memory: Callable[[Circulation], WorkingMemory], circulating: Sequence[Circulation]
+) -> WorkingMemory:
+    return max(map(memory, circulating), key=lambda each: each.total_bytes)
+
+
+def _memory(
     shape: LayerShape,
     options: RelayOptions,
-    device: torch.device,
-    sum_dtype: torch.dtype | None,
     circulate: Circulation,
+    home_bytes: int,
+    dout_bytes: int,
+    step_bytes: int,
+    sum_dtype: torch.dtype | None,
 ) -> WorkingMemory:
-    scores_bytes = shape.top_k * shape.score_dtype.itemsize
-    hidden_bytes = shape.dim * shape.dtype.itemsize
+    """With a token's bytes of what comes home and of what goes round besides x, scores and rows."""
+    num_passing = num_passing_buffers(shape.num_ranks)
+    num_chain = num_chain_buffers(shape.num_ranks)
+    routing_bytes = shape.num_tokens * shape.rows_bytes
     if circulate == "experts":
-        step = step_shape(shape, options, device, shape.num_tokens)
-        passing_bytes = _weight_buffers_bytes(shape, options)
-        homeward_bytes = _gradient_buffers_bytes(shape, options, sum_dtype)
-        routing_bytes = _rows_bytes(shape)
+        numel = expert_slices(shape, options)[0][1] * shape.expert_numel
+        passing_bytes, homeward_bytes = num_passing * numel * shape.dtype.itemsize, 0
+        if sum_dtype is not None:
+            num_chain += num_own_buffers(shape.num_ranks, sum_dtype != shape.dtype)
+            homeward_bytes = num_chain * numel * sum_dtype.itemsize
     else:
         slices = token_slices(shape.num_tokens, shape.num_ranks, options)
-        step = step_shape(shape, options, device, slices.length)
-        passing_bytes = num_block_buffers(shape.num_ranks) * slices.length
-        passing_bytes *= 2 * hidden_bytes + _meta_bytes(shape)
-        homeward_bytes = num_chain_buffers(shape.num_ranks) * slices.length
-        homeward_bytes *= hidden_bytes + scores_bytes
-        if sum_dtype not in (None, shape.dtype):
+        around_bytes = shape.hidden_bytes + shape.scores_bytes + shape.rows_bytes + dout_bytes
+        passing_bytes = num_passing * slices.length * around_bytes
+        homeward_bytes = num_chain * slices.length * home_bytes
+        if sum_dtype is not None and sum_dtype != shape.dtype:
             share = shape.num_local_experts * shape.expert_numel
-            homeward_bytes += share * options.sum_dtype(shape.dtype).itemsize
-        routing_bytes = _sliced_rows_bytes(shape, slices)
-    return WorkingMemory(
-        shape.num_tokens * (hidden_bytes + scores_bytes),
-        passing_bytes,
-        homeward_bytes,
-        backward_workspace_bytes(step, sum_dtype),
-        routing_bytes,
-    )
+            homeward_bytes += share * sum_dtype.itemsize
+        routing_bytes *= 2 if slices.num > 1 else 1
+    result_bytes = shape.num_tokens * home_bytes
+    return WorkingMemory(result_bytes, passing_bytes, homeward_bytes, step_bytes, routing_bytes)
 
 
 def routing_peak_bytes(num_rows: int) -> int:
     """The sort of ``T K`` int64 ids, before the forward allocates anything else."""
     return _SORTING_BYTES_PER_ROW * num_rows
-
-
-def _meta_bytes(shape: LayerShape) -> int:
-    return shape.top_k * (shape.score_dtype.itemsize + _ROW_BYTES)
-
-
-def _rows_bytes(shape: LayerShape) -> int:
-    return _ROW_BYTES * shape.num_tokens * shape.top_k
-
-
-def _sliced_rows_bytes(shape: LayerShape, slices: TokenSlices) -> int:
-    return _rows_bytes(shape) * (2 if slices.num > 1 else 1)
-
-
-def _slice_numel(shape: LayerShape, options: RelayOptions) -> int:
-    return expert_slices(shape, options)[0][1] * shape.expert_numel
-
-
-def _weight_buffers_bytes(shape: LayerShape, options: RelayOptions) -> int:
-    num_buffers = num_weight_buffers(shape.num_ranks)
-    return num_buffers * _slice_numel(shape, options) * shape.dtype.itemsize
-
-
-def _gradient_buffers_bytes(
-    shape: LayerShape, options: RelayOptions, sum_dtype: torch.dtype | None
-) -> int:
-    if sum_dtype is None:
-        return 0
-    num_buffers = num_chain_buffers(shape.num_ranks)
-    num_buffers += num_own_buffers(shape.num_ranks, sum_dtype != shape.dtype)
-    return num_buffers * _slice_numel(shape, options) * sum_dtype.itemsize

@@ -18,7 +18,8 @@ Shape legend: T tokens of this rank, t tokens of a block, K top-k, n = t * K row
 ranks, S slices, E experts, e experts of this rank, D model dimension.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +35,10 @@ from relay_kernels import (
     forward_workspace,
 )
 from titan_relay.moe.call import RelayCall, Wants
-from titan_relay.moe.homeward_chain import HomewardChain, Tensors
+from titan_relay.moe.circulation import Slices, visits
+from titan_relay.moe.homeward_chain import Tensors
 from titan_relay.moe.routing import TokenSlices, rows_by_slice, segments
-from titan_relay.moe.transport import RingExchange
+from titan_relay.moe.shapes import step_shape
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,12 @@ class TokenRouting:
     top_k: int
     num_local_experts: int
 
-    def num_tokens(self, rank: int, slice_index: int) -> int:
-        return sum(self.counts_WSE[rank][slice_index]) // self.top_k
+    @property
+    def lengths_WS(self) -> list[list[int]]:
+        """The number of tokens of each rank's slices."""
+        return [
+            [sum(counts_E) // self.top_k for counts_E in counts_SE] for counts_SE in self.counts_WSE
+        ]
 
     def imbalance(self) -> float:
         """Rows of the rank whose experts get the most, over the mean; 1 without rows."""
@@ -63,93 +69,40 @@ class TokenRouting:
 
     def segments(self, owner: int, slice_index: int, visited: int) -> list[Segment]:
         """The rows of ``owner``'s block that go to the experts of rank ``visited``."""
-        bounds = [0]
-        for count in self.counts_WSE[owner][slice_index]:
-            bounds.append(bounds[-1] + count)
+        bounds = [0, *itertools.accumulate(self.counts_WSE[owner][slice_index])]
         first = visited * self.num_local_experts
         return segments(bounds, first, first + self.num_local_experts)
 
 
-@dataclass(frozen=True)
-class BlockBuffers:
-    """Receive buffers for visiting blocks: the one in use and the one arriving."""
-
-    buffers: list[Tensors]
-    top_k: int
-
-    @staticmethod
-    def like(call: RelayCall, own: Tensors, length: int) -> "BlockBuffers":
-        """Buffers for blocks of up to ``length`` tokens; ``own`` are x, rows and what else goes.
-
-        A block's rows come last and are ``K`` per token.
-        """
-        *per_token, rows_n = own
-
-        def buffer() -> Tensors:
-            tensors = [tensor.new_empty((length, *tensor.shape[1:])) for tensor in per_token]
-            return [*tensors, rows_n.new_empty(length * call.shape.top_k)]
-
-        return BlockBuffers(
-            [buffer() for _ in range(num_block_buffers(call.num_ranks))], call.shape.top_k
-        )
-
-    def view(self, index: int, num_tokens: int) -> Tensors:
-        *per_token, rows_n = self.buffers[index]
-        return [*(tensor[:num_tokens] for tensor in per_token), rows_n[: num_tokens * self.top_k]]
-
-    def post(
-        self, exchange: RingExchange | None, held: Tensors, hop: int, next_num_tokens: int
-    ) -> Tensors | None:
-        """Queue passing ``held`` on; where the next block arrives, or None at the last hop.
-
-        Both sides know the length of every block, so messages have exactly that length.
-        """
-        if exchange is None or hop == exchange.size - 1:
-            return None
-        arriving = self.view(hop % 2, next_num_tokens)
-        exchange.send(held)
-        exchange.receive(arriving)
-        return arriving
-
-
-def num_block_buffers(num_ranks: int) -> int:
-    return min(2, num_ranks - 1)
+def _visiting_blocks(
+    call: RelayCall,
+    per_token: Tensors,
+    rows_N: torch.Tensor,
+    routing: TokenRouting,
+    result: Tensors,
+) -> Iterator[tuple[RoutedTokens, Tensors, Tensors]]:
+    """Per hop: a block with the rows for this rank's experts, what else of the tokens goes round,
+    and where the block's sums are made, zeros at first."""
+    top_k = call.shape.top_k
+    rows_TK = rows_by_slice(rows_N, top_k, routing.slices).view(-1, top_k)
+    slices = Slices(routing.lengths_WS, routing.slices.length)
+    for visit in visits(call, "tokens", [*per_token, rows_TK], result, slices):
+        x_tD, scores_tK, *others, rows_tK = visit.held
+        mine = routing.segments(visit.owner, visit.slice_index, call.rank)
+        share = [tensor.zero_() for tensor in visit.share]
+        yield RoutedTokens(x_tD, scores_tK, rows_tK.view(-1), mine), others, share
 
 
 def tokens_forward(
     call: RelayCall, tokens: RoutedTokens, routing: TokenRouting, weights: ExpertWeights
 ) -> torch.Tensor:
     """``out_TD``, in the dtype of ``x_TD``."""
-    x_TD, scores_TK = tokens.x_TD.contiguous(), tokens.scores_TK.contiguous()
-    slices = routing.slices
-    rows = rows_by_slice(tokens.rows_N, call.shape.top_k, slices, x_TD.shape[0])
-    out_TD = torch.empty_like(x_TD)
-    chain = HomewardChain(call.num_ranks, [out_TD], slices.length)
-    blocks = BlockBuffers.like(call, [x_TD, scores_TK, rows[0]], slices.length)
-    workspace = forward_workspace(call.step_shape(slices.length, x_TD.device))
-    exchange = call.exchange()
-    for index in range(slices.num):
-        first, last = slices.bounds(index, x_TD.shape[0])
-        held = [x_TD[first:last], scores_TK[first:last], rows[index]]
-        for hop in range(call.num_ranks):
-            owner = call.owner(hop)
-            num_tokens = routing.num_tokens(owner, index)
-            arriving = blocks.post(
-                exchange, held, hop, routing.num_tokens(call.owner(hop + 1), index)
-            )
-            chain.post(exchange, hop, num_tokens)
-            start = first if hop == 0 else 0
-            (out_tD,) = chain.share(hop, start, start + num_tokens)
-            call.commit(exchange, index, hop)
-            x_tD, scores_tK, rows_n = held
-            mine = routing.segments(owner, index, call.rank)
-            routed = RoutedTokens(x_tD, scores_tK, rows_n, mine)
-            forward_experts_(out_tD.zero_(), routed, weights, call.activation, workspace)
-            call.wait(exchange)
-            chain.settle(hop)
-            held = arriving or held
-    chain.bring_home(call, exchange, slices.num - 1)
-    call.finish(exchange, "tokens")
+    per_token = [tokens.x_TD.contiguous(), tokens.scores_TK.contiguous()]
+    out_TD = torch.empty_like(per_token[0])
+    step = step_shape(call.shape, call.options, out_TD.device, "tokens")
+    workspace = forward_workspace(step)
+    for routed, _, (out_tD,) in _visiting_blocks(call, per_token, tokens.rows_N, routing, [out_TD]):
+        forward_experts_(out_tD, routed, weights, call.activation, workspace)
     return out_TD
 
 
@@ -163,50 +116,25 @@ def tokens_backward(
 ) -> Gradients:
     """The gradients asked for."""
     x_TD, scores_TK = tokens.x_TD.contiguous(), tokens.scores_TK.contiguous()
-    dout_TD, slices = dout_TD.contiguous(), routing.slices
-    rows = rows_by_slice(tokens.rows_N, call.shape.top_k, slices, x_TD.shape[0])
+    per_token = [x_TD, scores_TK, dout_TD.contiguous()]
     dx_TD = torch.empty_like(x_TD) if wants.x else None
     dscores_TK = torch.empty_like(scores_TK) if wants.scores else None
+    result = [tensor for tensor in (dx_TD, dscores_TK) if tensor is not None]
     dweights, sum_dtype = None, None
     if wants.weights:
         sum_dtype = call.options.sum_dtype(call.shape.dtype)
         dweights = weights.empty_like(weights.num_experts, sum_dtype)
-    chain = HomewardChain(call.num_ranks, _given(dx_TD, dscores_TK), slices.length)
-    blocks = BlockBuffers.like(call, [x_TD, scores_TK, dout_TD, rows[0]], slices.length)
-    workspace = backward_workspace(call.step_shape(slices.length, x_TD.device), sum_dtype)
-    exchange = call.exchange()
-    for index in range(slices.num):
-        first, last = slices.bounds(index, x_TD.shape[0])
-        held = [x_TD[first:last], scores_TK[first:last], dout_TD[first:last], rows[index]]
-        for hop in range(call.num_ranks):
-            owner = call.owner(hop)
-            num_tokens = routing.num_tokens(owner, index)
-            arriving = blocks.post(
-                exchange, held, hop, routing.num_tokens(call.owner(hop + 1), index)
-            )
-            chain.post(exchange, hop, num_tokens)
-            start = first if hop == 0 else 0
-            share = [tensor.zero_() for tensor in chain.share(hop, start, start + num_tokens)]
-            call.commit(exchange, index, hop)
-            x_tD, scores_tK, dout_tD, rows_n = held
-            mine = routing.segments(owner, index, call.rank)
-            routed = RoutedTokens(x_tD, scores_tK, rows_n, mine)
-            into = Gradients(
-                share[0] if wants.x else None,
-                share[-1] if wants.scores else None,
-                dweights,
-                accumulate_weights=index > 0 or hop > 0,
-            )
-            backward_experts_(into, dout_tD, routed, weights, call.activation, workspace)
-            call.wait(exchange)
-            chain.settle(hop)
-            held = arriving or held
-    chain.bring_home(call, exchange, slices.num - 1)
-    call.finish(exchange, "tokens")
+    step = step_shape(call.shape, call.options, x_TD.device, "tokens")
+    workspace = backward_workspace(step, sum_dtype)
+    hops = _visiting_blocks(call, per_token, tokens.rows_N, routing, result)
+    for number, (routed, (dout_tD,), share) in enumerate(hops):
+        into = Gradients(
+            share[0] if wants.x else None,
+            share[-1] if wants.scores else None,
+            dweights,
+            accumulate_weights=number > 0,
+        )
+        backward_experts_(into, dout_tD, routed, weights, call.activation, workspace)
     if dweights is not None:
         dweights = dweights.map(lambda tensor: tensor.to(call.shape.dtype))
     return Gradients(dx_TD, dscores_TK, dweights)
-
-
-def _given(*tensors: torch.Tensor | None) -> Tensors:
-    return [tensor for tensor in tensors if tensor is not None]

@@ -28,11 +28,6 @@ class TokenSlices:
     num: int
     length: int
 
-    def bounds(self, index: int, num_tokens: int) -> tuple[int, int]:
-        """Slice ``index`` of a rank with ``num_tokens``, which may have fewer than the others."""
-        first = min(index * self.length, num_tokens)
-        return first, min(first + self.length, num_tokens)
-
 
 def sort_rows(
     expert_ids_TK: torch.Tensor, num_experts: int, slices: TokenSlices, kernels: str = "auto"
@@ -90,24 +85,16 @@ def segments(bounds: Sequence[int], first_expert: int, last_expert: int) -> list
     return list(itertools.pairwise(bounds[first_expert : last_expert + 1]))
 
 
-def rows_by_slice(
-    rows_N: torch.Tensor, top_k: int, slices: TokenSlices, num_tokens: int
-) -> list[torch.Tensor]:
-    """For each slice its rows in order of expert, numbered from the slice's first token.
+def rows_by_slice(rows_N: torch.Tensor, top_k: int, slices: TokenSlices) -> torch.Tensor:
+    """The rows in order of slice, then expert, each numbered from its slice's first token.
 
     Example: K = 2, slices of one token, ids ``[[2, 0], [0, 1]]``. The rows by expert are
     ``[1, 2, 3, 0]``; slice 0 has ``[1, 0]`` and slice 1 has ``[2, 3]``, numbered ``[0, 1]``.
     """
     if slices.num == 1:
-        return [rows_N]
+        return rows_N
     rows_per_slice = top_k * slices.length
     dtype = torch.int16 if slices.num <= 2**15 else torch.int32
     slice_N = torch.div(rows_N, rows_per_slice, rounding_mode="floor").to(dtype)
     order_N = torch.sort(slice_N, stable=True).indices
-    rows_N = rows_N[order_N]
-    result = []
-    for index in range(slices.num):
-        first, last = slices.bounds(index, num_tokens)
-        rows = rows_N[first * top_k : last * top_k]
-        result.append(rows.sub_(index * rows_per_slice))
-    return result
+    return rows_N[order_N].remainder_(rows_per_slice)

@@ -6,12 +6,15 @@ e = E / W experts of a rank, K top-k.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from relay_kernels import StepShape
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.routing import TokenSlices
+
+Circulation = Literal["experts", "tokens"]
 
 # What "auto" aims at.
 _RING_BUFFER_UNITS = 2.0  # ring buffers of the backward, in copies of the tokens
@@ -43,6 +46,21 @@ class LayerShape:
         """Elements of one expert."""
         biases = 2 * self.expert_dim + self.dim if self.has_biases else 0
         return 3 * self.dim * self.expert_dim + biases
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of a token's hidden state."""
+        return self.dim * self.dtype.itemsize
+
+    @property
+    def scores_bytes(self) -> int:
+        """Bytes of a token's scores."""
+        return self.top_k * self.score_dtype.itemsize
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of a token's row numbers, which are int32."""
+        return self.top_k * 4
 
 
 def expert_slices(shape: LayerShape, options: RelayOptions) -> list[tuple[int, int]]:
@@ -87,34 +105,31 @@ def slice_bounds(count: int, num_slices: int) -> list[tuple[int, int]]:
     return bounds
 
 
-def rows_per_step(
-    shape: LayerShape, options: RelayOptions, device: torch.device, num_tokens: int
-) -> int:
-    """Rows computed at a time out of a block of tokens.
+def step_shape(
+    shape: LayerShape, options: RelayOptions, device: torch.device, circulate: Circulation
+) -> StepShape:
+    """What a step works with: all of a rank's tokens are at hand, or a slice where they circulate.
 
     Several experts with few rows share a step, so a few tokens may have more rows than tokens.
     """
+    num_tokens = shape.num_tokens
+    if circulate == "tokens":
+        num_tokens = token_slices(num_tokens, shape.num_ranks, options).length
     if options.max_rows_per_step != "auto":
         wanted = options.max_rows_per_step
     elif device.type == "cpu":
         wanted = _CPU_ROWS_PER_STEP
     else:
         wanted = min(_DEVICE_ROWS_PER_STEP, num_tokens)
-    return max(1, min(wanted, num_tokens * shape.top_k))
-
-
-def step_shape(
-    shape: LayerShape, options: RelayOptions, device: torch.device, num_tokens: int
-) -> StepShape:
-    """What a step works with when ``num_tokens`` are at hand at most."""
+    num_rows = num_tokens * shape.top_k
     return StepShape(
-        rows_per_step(shape, options, device, num_tokens),
+        max(1, min(wanted, num_rows)),
         shape.dim,
         shape.expert_dim,
         shape.dtype,
         device,
         kernels=options.kernels,
         deterministic=options.deterministic,
-        num_rows=num_tokens * shape.top_k,
-        rows_per_expert=num_tokens * shape.top_k // shape.num_experts,
+        num_rows=num_rows,
+        rows_per_expert=num_rows // shape.num_experts,
     )

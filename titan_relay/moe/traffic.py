@@ -11,13 +11,9 @@ Everything here is static and equal on all ranks, so all choose alike without ta
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from titan_relay.moe.options import RelayOptions
-from titan_relay.moe.shapes import LayerShape
-
-Circulation = Literal["experts", "tokens"]
-_ROW_BYTES = 4
+from titan_relay.moe.shapes import Circulation, LayerShape
 
 
 @dataclass(frozen=True)
@@ -41,27 +37,22 @@ def circulations(traffic: Traffic, options: RelayOptions) -> tuple[Circulation, 
 
 
 def forward_traffic(shape: LayerShape, options: RelayOptions) -> Traffic:
-    hops, itemsize = shape.num_ranks - 1, shape.dtype.itemsize
-    experts_bytes = hops * shape.num_local_experts * shape.expert_numel * itemsize
-    token_bytes = 2 * shape.dim * itemsize + _meta_bytes(shape)
-    return _choose(experts_bytes, hops * shape.num_tokens * token_bytes, options)
+    token_bytes = 2 * shape.hidden_bytes + shape.scores_bytes + shape.rows_bytes
+    return _traffic(shape, options, shape.dtype.itemsize, token_bytes)
 
 
 def backward_traffic(shape: LayerShape, options: RelayOptions) -> Traffic:
-    hops, itemsize = shape.num_ranks - 1, shape.dtype.itemsize
-    grad_itemsize = options.sum_dtype(shape.dtype).itemsize
-    experts_bytes = hops * shape.num_local_experts * shape.expert_numel
-    experts_bytes *= itemsize + grad_itemsize
-    token_bytes = 3 * shape.dim * itemsize + _meta_bytes(shape)
-    token_bytes += shape.top_k * shape.score_dtype.itemsize
-    return _choose(experts_bytes, hops * shape.num_tokens * token_bytes, options)
+    element_bytes = shape.dtype.itemsize + options.sum_dtype(shape.dtype).itemsize
+    token_bytes = 3 * shape.hidden_bytes + 2 * shape.scores_bytes + shape.rows_bytes
+    return _traffic(shape, options, element_bytes, token_bytes)
 
 
-def _meta_bytes(shape: LayerShape) -> int:
-    return shape.top_k * (shape.score_dtype.itemsize + _ROW_BYTES)
-
-
-def _choose(experts_bytes: int, tokens_bytes: int, options: RelayOptions) -> Traffic:
+def _traffic(
+    shape: LayerShape, options: RelayOptions, element_bytes: int, token_bytes: int
+) -> Traffic:
+    hops = shape.num_ranks - 1
+    experts_bytes = hops * shape.num_local_experts * shape.expert_numel * element_bytes
+    tokens_bytes = hops * shape.num_tokens * token_bytes
     circulate: Circulation
     if options.circulate == "auto":
         # Equal bytes: experts, whose work per rank does not depend on the routing.

@@ -55,30 +55,18 @@ class Link(Protocol):
 
 
 class RingExchange:
-    """The exchanges of one call, at most one of them under way.
+    """The exchanges of one call, at most one of them under way; on a ring of one without a link.
 
     Buffers may be reused as soon as ``wait`` has returned and not before.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link | None) -> None:
         self._link = link
         self._sends: list[torch.Tensor] = []
         self._receives: list[torch.Tensor] = []
         self._started: Transfers | None = None
         self._where: Where | None = None
         self.counts = RingCounts()
-
-    @property
-    def rank(self) -> int:
-        return self._link.rank
-
-    @property
-    def size(self) -> int:
-        return self._link.size
-
-    def owner(self, hop: int) -> int:
-        """The rank whose share this rank holds at ``hop``."""
-        return (self.rank - hop) % self.size
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Queue ``tensors`` for the next rank; they must stay untouched until ``wait``."""
@@ -97,6 +85,7 @@ class RingExchange:
         if not self._sends and not self._receives:
             return
         _check_distinct(self._sends, self._receives, where)
+        assert self._link is not None, "a ring of one has nothing to exchange"
         self._where = where
         try:
             self._started = self._link.start(self._sends, self._receives)
@@ -134,9 +123,11 @@ class RingExchange:
                 raise RingMisuseError(f"a message of shape {tuple(tensor.shape)} is not contiguous")
 
     def _failure(self, what: str, error: RuntimeError) -> RingError:
-        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        assert self._link is not None
+        rank, size = self._link.rank, self._link.size
+        before, after = (rank - 1) % size, (rank + 1) % size
         return RingError(
-            f"ring rank {self.rank} of {self.size}: the exchange at {self._where} {what} "
+            f"ring rank {rank} of {size}: the exchange at {self._where} {what} "
             f"(receiving from ring rank {before}, sending to ring rank {after}): {error}"
         )
 

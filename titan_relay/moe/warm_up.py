@@ -25,8 +25,14 @@ from relay_kernels import (
 )
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.routing import sort_rows
-from titan_relay.moe.shapes import LayerShape, expert_slices, step_shape, token_slices
-from titan_relay.moe.traffic import Circulation, backward_traffic, circulations, forward_traffic
+from titan_relay.moe.shapes import (
+    Circulation,
+    LayerShape,
+    expert_slices,
+    step_shape,
+    token_slices,
+)
+from titan_relay.moe.traffic import backward_traffic, circulations, forward_traffic
 
 _TOKENS = 8
 _PLAIN = SwiGLU()
@@ -53,12 +59,12 @@ def warm_up(
     ids_TK = torch.zeros(shape.num_tokens, shape.top_k, dtype=torch.int64, device=device)
     sort_rows(ids_TK, shape.num_experts, slices, options.kernels)
     for circulate in circulations(forward_traffic(shape, options), options):
-        step = step_shape(shape, options, device, _tokens_at_hand(shape, options, circulate))
+        step = step_shape(shape, options, device, circulate)
         for num_experts in _group_sizes(shape, options, circulate):
             _forward(*_experts(shape, device, num_experts), activation, step)
     sum_dtype = options.sum_dtype(shape.dtype)
     for circulate in circulations(backward_traffic(shape, options), options):
-        step = step_shape(shape, options, device, _tokens_at_hand(shape, options, circulate))
+        step = step_shape(shape, options, device, circulate)
         # A ring of tokens goes on summing from its second hop on; in a ring of experts sums travel.
         accumulates = (False, True) if circulate == "tokens" else (False,)
         for num_experts in _group_sizes(shape, options, circulate):
@@ -76,12 +82,6 @@ def _group_sizes(shape: LayerShape, options: RelayOptions, circulate: Circulatio
     if circulate == "tokens":
         return [shape.num_local_experts]
     return sorted({last - first for first, last in expert_slices(shape, options)})
-
-
-def _tokens_at_hand(shape: LayerShape, options: RelayOptions, circulate: Circulation) -> int:
-    if circulate == "experts":
-        return shape.num_tokens
-    return token_slices(shape.num_tokens, shape.num_ranks, options).length
 
 
 def _experts(
