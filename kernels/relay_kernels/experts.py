@@ -21,6 +21,7 @@ from relay_kernels.workspace import (
     FusedBackwardWorkspace,
     FusedForwardWorkspace,
     StepShape,
+    workspace_bytes,
 )
 
 
@@ -32,7 +33,7 @@ def forward_workspace(shape: StepShape) -> ForwardWorkspace | FusedForwardWorksp
 def forward_workspace_bytes(shape: StepShape) -> int:
     """The bytes of ``forward_workspace(shape)``."""
     kind = FusedForwardWorkspace if shape.is_fused else ForwardWorkspace
-    return kind.num_bytes(shape)
+    return workspace_bytes(kind, shape)
 
 
 def backward_workspace(
@@ -50,7 +51,7 @@ def backward_workspace(
 def backward_workspace_bytes(shape: StepShape, grad_dtype: torch.dtype | None) -> int:
     """The bytes of ``backward_workspace(shape, grad_dtype)``."""
     kind = FusedBackwardWorkspace if shape.is_fused else BackwardWorkspace
-    return kind.num_bytes(shape, grad_dtype)
+    return workspace_bytes(kind, shape, grad_dtype)
 
 
 def forward_experts_(

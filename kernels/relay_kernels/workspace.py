@@ -15,8 +15,9 @@ Shape legend: R rows per step, n rows of this step, N = T * K routed rows, D mod
 expert hidden dimension.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from relay_kernels.weights import Gradients
 _BLOCK_NUMEL = 65536
 # Steps whose row numbers are worked out together.
 _INDEX_STEPS = 8
-_POSITION_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,6 @@ class HiddenBuffers:
         """Block buffers of the math dtype."""
         return [buffer[:num_rows] for buffer in self._extra]
 
-    @staticmethod
-    def num_bytes(shape: StepShape, num_wide: int, num_extra: int) -> int:
-        num_block = num_extra + (num_wide if shape.is_narrow else 0)
-        row_bytes = shape.max_rows * num_wide * shape.dtype.itemsize
-        row_bytes += block_rows(shape) * num_block * shape.math_dtype.itemsize
-        return row_bytes * shape.expert_dim
-
 
 def block_rows(shape: StepShape) -> int:
     """Rows between products at a time: few enough for the cache, many against a call's cost."""
@@ -173,10 +166,6 @@ class RowIndex:
             score_i.copy_(torch.index_select(scores_N, 0, row_i))
         self._first, self._last = first, last
 
-    @staticmethod
-    def num_bytes(shape: StepShape, score_dtype: torch.dtype) -> int:
-        return _INDEX_STEPS * shape.max_rows * (8 + score_dtype.itemsize)
-
 
 class ForwardWorkspace:
     """``R * (D + 2F)`` elements and the row index."""
@@ -188,11 +177,6 @@ class ForwardWorkspace:
         self.h1_RF = shape.rows(shape.expert_dim, shape.dtype)
         self.h3_RF = shape.rows(shape.expert_dim, shape.dtype)
 
-    @staticmethod
-    def num_bytes(shape: StepShape) -> int:
-        row_bytes = (shape.dim + 2 * shape.expert_dim) * shape.dtype.itemsize
-        return shape.max_rows * row_bytes + RowIndex.num_bytes(shape, shape.dtype)
-
 
 class BackwardWorkspace:
     """``R * (2D + 3F)`` elements, the row index, and blocks: 2 and for a narrow dtype 3 more.
@@ -203,15 +187,13 @@ class BackwardWorkspace:
     step's product is held before it is added, ``D * F`` elements.
     """
 
-    NUM_WIDE, NUM_EXTRA = 3, 2
-
     def __init__(self, shape: StepShape, grad_dtype: torch.dtype | None) -> None:
         self.max_rows = shape.max_rows
         self.index = RowIndex(shape, shape.math_dtype)
         self.row_R = torch.empty(shape.max_rows, dtype=torch.int64, device=shape.device)
         self.x_RD = shape.rows(shape.dim, shape.dtype)
         self.g_RD = shape.rows(shape.dim, shape.dtype)
-        self.hidden = HiddenBuffers(shape, self.NUM_WIDE, self.NUM_EXTRA)
+        self.hidden = HiddenBuffers(shape, num_wide=3, num_extra=2)
         dtype, device = shape.math_dtype, shape.device
         size = (2, block_rows(shape), shape.expert_dim)
         self.cut_2BF = torch.empty(size, dtype=torch.bool, device=device)
@@ -221,17 +203,6 @@ class BackwardWorkspace:
         if grad_dtype not in (None, shape.dtype):
             numel = shape.dim * shape.expert_dim
             self.product = torch.empty(numel, dtype=shape.dtype, device=shape.device)
-
-    @classmethod
-    def num_bytes(cls, shape: StepShape, grad_dtype: torch.dtype | None) -> int:
-        total = shape.max_rows * 2 * shape.dim * shape.dtype.itemsize
-        total += HiddenBuffers.num_bytes(shape, cls.NUM_WIDE, cls.NUM_EXTRA)
-        total += (shape.max_rows + shape.expert_dim) * shape.math_dtype.itemsize
-        total += 2 * block_rows(shape) * shape.expert_dim
-        total += shape.max_rows * 8 + RowIndex.num_bytes(shape, shape.math_dtype)
-        if grad_dtype not in (None, shape.dtype):
-            total += shape.dim * shape.expert_dim * shape.dtype.itemsize
-        return total
 
 
 @dataclass(frozen=True)
@@ -248,13 +219,6 @@ class OrderedSum:
             return None
         positions_N = torch.empty(shape.num_rows, dtype=torch.int32, device=shape.device)
         return OrderedSum(shape.rows(shape.dim, shape.dtype), positions_N)
-
-    @staticmethod
-    def num_bytes(shape: StepShape) -> int:
-        if not shape.deterministic:
-            return 0
-        row_bytes = shape.dim * shape.dtype.itemsize
-        return shape.max_rows * row_bytes + shape.num_rows * _POSITION_BYTES
 
 
 @dataclass(frozen=True)
@@ -276,11 +240,6 @@ class FusedForwardWorkspace:
         self.shape = shape
         self.a_RF = shape.rows(shape.expert_dim, shape.dtype)
         self.ordered = OrderedSum.of(shape)
-
-    @staticmethod
-    def num_bytes(shape: StepShape) -> int:
-        num_bytes = shape.max_rows * shape.expert_dim * shape.dtype.itemsize
-        return num_bytes + OrderedSum.num_bytes(shape)
 
 
 class FusedBackwardWorkspace:
@@ -307,8 +266,14 @@ class FusedBackwardWorkspace:
             return HiddenGradients(self.hidden.dh1_RF, self.hidden.dh3_RF, None)
         return HiddenGradients(None, None, None)
 
-    @staticmethod
-    def num_bytes(shape: StepShape, grad_dtype: torch.dtype | None) -> int:
-        num_hidden = 2 if grad_dtype is None else 3
-        num_bytes = shape.max_rows * num_hidden * shape.expert_dim * shape.dtype.itemsize
-        return num_bytes + OrderedSum.num_bytes(shape)
+
+def workspace_bytes(kind: Callable[..., object], shape: StepShape, *arguments: Any) -> int:
+    """The bytes of ``kind(shape, *arguments)``, by making it without memory."""
+    return _num_bytes(kind(replace(shape, device=torch.device("meta")), *arguments))
+
+
+def _num_bytes(part: object) -> int:
+    if isinstance(part, torch.Tensor):
+        return part.nbytes
+    parts = part if isinstance(part, list) else getattr(part, "__dict__", {}).values()
+    return sum(map(_num_bytes, parts))

@@ -15,7 +15,7 @@ from relay_kernels import (
     backward_experts_,
     forward_experts_,
 )
-from relay_kernels.workspace import BackwardWorkspace, ForwardWorkspace
+from relay_kernels.workspace import BackwardWorkspace, ForwardWorkspace, workspace_bytes
 from tests.kernels.problem import poisoned, storage_bytes
 from tests.kernels.reference import expert_rows
 from titan_relay.measure import LiveBytes
@@ -132,9 +132,9 @@ def test_each_gradient_alone_equals_all_together(wanted):
 )
 def test_workspaces_take_the_bytes_they_say(dtype, sum_dtype):
     shape = StepShape(13, D, F, dtype, torch.device("cpu"))
-    assert storage_bytes(ForwardWorkspace(shape)) == ForwardWorkspace.num_bytes(shape)
+    assert storage_bytes(ForwardWorkspace(shape)) == workspace_bytes(ForwardWorkspace, shape)
     backward = BackwardWorkspace(shape, sum_dtype)
-    assert storage_bytes(backward) == BackwardWorkspace.num_bytes(shape, sum_dtype)
+    assert storage_bytes(backward) == workspace_bytes(BackwardWorkspace, shape, sum_dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,7 +146,7 @@ def test_a_clamped_activation_takes_no_more_than_the_workspace(dtype):
         workspace = BackwardWorkspace(shape, dtype)
         activation = SwiGLU(1.702, 0.7, 1.0)
         backward_experts_(gradients, dout_TD, tokens, weights, activation, workspace)
-    assert tracker.peak_bytes == BackwardWorkspace.num_bytes(shape, dtype)
+    assert tracker.peak_bytes == workspace_bytes(BackwardWorkspace, shape, dtype)
 
 
 @pytest.mark.parametrize("name", ["max_rows", "dim", "expert_dim"])

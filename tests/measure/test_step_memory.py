@@ -7,18 +7,7 @@ import pytest
 
 from titan_relay.measure.devices import device_named
 from titan_relay.measure.ledger import Event, Label
-from titan_relay.measure.step_memory import (
-    ATTENTION,
-    BLOCK_INPUTS,
-    FSDP,
-    GRADIENTS,
-    KEPT_ATTENTION,
-    OPTIMIZER,
-    PARAMETERS,
-    Mark,
-    StepMemory,
-    step_memory,
-)
+from titan_relay.measure.step_memory import Category, Mark, StepMemory, step_memory
 from titan_relay.titan.plan.alltoall import worst_rows
 from titan_relay.titan.plan.picture import draw_step
 
@@ -56,7 +45,12 @@ def recorded_step() -> StepMemory:
     change(7, 200, "optimizer step")  # state
     change(8, 5, "optimizer step")
     change(8, -5, "optimizer step")
-    owners = {PARAMETERS: {0}, OPTIMIZER: {7}, GRADIENTS: {6}, BLOCK_INPUTS: {1}}
+    owners = {
+        Category.PARAMETERS: {0},
+        Category.OPTIMIZER: {7},
+        Category.GRADIENTS: {6},
+        Category.BLOCK_INPUTS: {1},
+    }
     return step_memory(events, marks, owners, num_points=1000)
 
 
@@ -69,14 +63,14 @@ def test_the_first_step_has_no_optimizer_state_until_its_update() -> None:
 def test_what_is_live_at_the_peak_adds_up_by_owner() -> None:
     by_category = recorded_step().steady.by_category
     assert {name: size for name, size in by_category.items() if size} == {
-        PARAMETERS: 100,
-        OPTIMIZER: 200,
-        BLOCK_INPUTS: 10,
-        KEPT_ATTENTION: 30,
-        ATTENTION: 60,
-        GRADIENTS: 100,
+        Category.PARAMETERS: 100,
+        Category.OPTIMIZER: 200,
+        Category.BLOCK_INPUTS: 10,
+        Category.KEPT_ATTENTION: 30,
+        Category.ATTENTION: 60,
+        Category.GRADIENTS: 100,
     }
-    assert by_category[FSDP] == 0
+    assert by_category[Category.FSDP] == 0
 
 
 def test_rises_and_curve() -> None:
@@ -96,7 +90,7 @@ def test_the_picture_shows_the_limit_and_who_owns_what(tmp_path: Path) -> None:
     draw_step(recorded_step().curve, "a < b", file, limit_bytes=600)
     ElementTree.parse(file)
     # matplotlib draws text as paths, and says in a comment what it is.
-    for text in ("a &lt; b", "usable", PARAMETERS, "forward", "backward"):
+    for text in ("a &lt; b", "usable", Category.PARAMETERS, "forward", "backward"):
         assert f"<!-- {text} -->" in file.read_text()
 
 

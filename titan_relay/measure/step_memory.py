@@ -15,6 +15,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from operator import itemgetter
 from typing import TypeVar
 
@@ -22,30 +23,23 @@ from titan_relay.measure.ledger import Event, Label
 
 Group = TypeVar("Group")
 
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-OPTIMIZER = "optimizer"
-FSDP = "FSDP buffers"
-BLOCK_INPUTS = "block inputs"
-KEPT_ATTENTION = "retained attention"
-KEPT_EXPERTS = "retained experts"
-ATTENTION = "attention working"
-EXPERTS = "experts working"
-LOSS = "logits and loss"
-OTHER = "other"
-CATEGORIES = (
-    PARAMETERS,
-    OPTIMIZER,
-    GRADIENTS,
-    FSDP,
-    BLOCK_INPUTS,
-    KEPT_ATTENTION,
-    KEPT_EXPERTS,
-    ATTENTION,
-    EXPERTS,
-    LOSS,
-    OTHER,
-)
+
+class Category(StrEnum):
+    """What bytes of a step are for."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    FSDP = "FSDP buffers"
+    BLOCK_INPUTS = "block inputs"
+    KEPT_ATTENTION = "retained attention"
+    KEPT_EXPERTS = "retained experts"
+    ATTENTION = "attention working"
+    EXPERTS = "experts working"
+    LOSS = "logits and loss"
+    OTHER = "other"
+
+
 _IN_BACKWARD = ("recompute", "backward")
 
 
@@ -59,7 +53,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Point:
-    """One moment of a step: its phase, the operator, and the bytes live of each of CATEGORIES."""
+    """One moment of a step: its phase, the operator, and the bytes live of each `Category`."""
 
     phase: str
     op: str
@@ -94,7 +88,7 @@ class StepMemory:
 def step_memory(
     events: Sequence[Event],
     marks: Sequence[Mark],
-    owners: Mapping[str, Collection[int]],
+    owners: Mapping[Category, Collection[int]],
     *,
     host_bytes: int = 0,
     num_points: int = 800,
@@ -122,7 +116,7 @@ class _Step:
         self,
         events: Sequence[Event],
         marks: Sequence[Mark],
-        owners: Mapping[str, Collection[int]],
+        owners: Mapping[Category, Collection[int]],
     ) -> None:
         self._events, self._marks = events, marks
         self._starts = [mark.first_event for mark in marks]
@@ -150,11 +144,13 @@ class _Step:
     def _walk(self, *, steady: bool) -> Iterator[tuple[int, dict[str, int]]]:
         """Each event's number and the totals after it, on the first or on the steady timeline."""
         changes = list(zip(self._categories, self._events, strict=True))
-        totals = dict.fromkeys(CATEGORIES, 0)
+        totals: dict[str, int] = dict.fromkeys(Category, 0)
         if steady:
-            totals[OPTIMIZER] = sum(e.delta_bytes for name, e in changes if name == OPTIMIZER)
+            totals[Category.OPTIMIZER] = sum(
+                e.delta_bytes for name, e in changes if name == Category.OPTIMIZER
+            )
         for index, (category, event) in enumerate(changes):
-            if not (steady and category == OPTIMIZER):
+            if not (steady and category == Category.OPTIMIZER):
                 totals[category] += event.delta_bytes
             if index >= self.start:
                 yield index, totals
@@ -174,10 +170,10 @@ class _Step:
                     rises[name] = max(rises.get(name, 0), highest - before)
         return rises
 
-    def _find_categories(self, owners: Mapping[str, Collection[int]]) -> list[str]:
+    def _find_categories(self, owners: Mapping[Category, Collection[int]]) -> list[Category]:
         """The category of every event, by the storage's owner or its life."""
         by_serial = {serial: name for name, serials in owners.items() for serial in serials}
-        categories = [OTHER] * len(self._events)
+        categories = [Category.OTHER] * len(self._events)
         deaths: dict[int, int] = {}  # by serial, the one that is next
         for index in reversed(range(len(self._events))):
             event = self._events[index]
@@ -205,17 +201,17 @@ def _block_visit(phase: str) -> tuple[str, str]:
     return ("backward block", layer) if is_block else ("", "")
 
 
-def _by_life(label: Label, phase_of_death: str) -> str:
+def _by_life(label: Label, phase_of_death: str) -> Category:
     """What a storage is for: where it was made, and whether backward still needed it."""
     direction, _, rest = label.phase.partition(" ")
     part = rest.split(" ")[0]
     if direction == "fsdp" or label.op == "(storage resize)":
-        return FSDP
+        return Category.FSDP
     if part == "loss":
-        return LOSS
+        return Category.LOSS
     kept = direction == "forward" and phase_of_death.split(" ")[0] in _IN_BACKWARD
     if part == "attention":
-        return KEPT_ATTENTION if kept else ATTENTION
+        return Category.KEPT_ATTENTION if kept else Category.ATTENTION
     if part in ("experts", "dense", "shared"):
-        return KEPT_EXPERTS if kept else EXPERTS
-    return OTHER
+        return Category.KEPT_EXPERTS if kept else Category.EXPERTS
+    return Category.OTHER

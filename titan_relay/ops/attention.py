@@ -12,7 +12,7 @@ of a query or key, U width of a value; b, g, l: a block of B, G, L.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ class _Call(NamedTuple):
     q_BLNH: torch.Tensor
     k_BSGH: torch.Tensor
     v_BSGU: torch.Tensor
-    mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    mask: Sequence[torch.Tensor]
     scale: float
 
 
@@ -96,6 +96,12 @@ def _blocks(q_BLNH: torch.Tensor, k_BSGH: torch.Tensor) -> Iterator[_Block]:
                 yield _Block(batch, heads, queries)
 
 
+def _largest_block(q_BLNH: torch.Tensor, k_BSGH: torch.Tensor) -> list[_Block]:
+    """For shape functions: the first block; none where a compiler traces with symbolic sizes."""
+    is_static = all(isinstance(size, int) for size in (*q_BLNH.shape, *k_BSGH.shape))
+    return [next(_blocks(q_BLNH, k_BSGH))] if is_static else []
+
+
 def _cut(count: int, length: int) -> Iterator[slice]:
     # One at a time: a plan asks for the first block of a batch of any size.
     return (slice(start, min(start + length, count)) for start in range(0, count, length))
@@ -111,16 +117,25 @@ def _attention(
     key_index_BS: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out_BLNU, lse_BLN = _results(q_BLNH, v_BSGU)
     call = _Call(q_BLNH, k_BSGH, v_BSGU, (index_BL, start_BL, key_index_BS), scale)
-    for block in _blocks(q_BLNH, k_BSGH):
+    return _forward(call, _blocks(q_BLNH, k_BSGH))
+
+
+@_attention.register_fake
+def _(
+    q_BLNH: torch.Tensor, k_BSGH: torch.Tensor, v_BSGU: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    *mask, scale = rest
+    return _forward(_Call(q_BLNH, k_BSGH, v_BSGU, mask, scale), _largest_block(q_BLNH, k_BSGH))
+
+
+def _forward(call: _Call, blocks: Iterable[_Block]) -> tuple[torch.Tensor, torch.Tensor]:
+    q_BLNH, v_BSGU = call.q_BLNH, call.v_BSGU
+    lse_BLN = q_BLNH.new_empty(q_BLNH.shape[:-1], dtype=wide_dtype(q_BLNH.dtype))
+    out_BLNU = q_BLNH.new_empty(*q_BLNH.shape[:-1], v_BSGU.shape[-1])
+    for block in blocks:
         _forward_block(block, call, out_BLNU, lse_BLN)
     return out_BLNU, lse_BLN
-
-
-def _results(q_BLNH: torch.Tensor, v_BSGU: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    lse_BLN = q_BLNH.new_empty(q_BLNH.shape[:-1], dtype=wide_dtype(q_BLNH.dtype))
-    return q_BLNH.new_empty(*q_BLNH.shape[:-1], v_BSGU.shape[-1]), lse_BLN
 
 
 def _forward_block(
@@ -151,14 +166,40 @@ def _attention_backward(
     key_index_BS: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq_BLNH, dk_BSGH, dv_BSGU = (_empty(tensor) for tensor in (q_BLNH, k_BSGH, v_BSGU))
     call = _Call(q_BLNH, k_BSGH, v_BSGU, (index_BL, start_BL, key_index_BS), scale)
+    return _gradients(call, (dout_BLNU, out_BLNU, lse_BLN), _blocks(q_BLNH, k_BSGH))
+
+
+@_attention_backward.register_fake
+def _(
+    dout_BLNU: torch.Tensor,
+    q_BLNH: torch.Tensor,
+    k_BSGH: torch.Tensor,
+    v_BSGU: torch.Tensor,
+    out_BLNU: torch.Tensor,
+    lse_BLN: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *mask, scale = rest
+    call, blocks = _Call(q_BLNH, k_BSGH, v_BSGU, mask, scale), _largest_block(q_BLNH, k_BSGH)
+    return _gradients(call, (dout_BLNU, out_BLNU, lse_BLN), blocks)
+
+
+def _gradients(
+    call: _Call, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor], blocks: Iterable[_Block]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of q, k and v; ``results`` are the output's gradient, the output and the log-sum-exp."""
+    q_BLNH, k_BSGH, v_BSGU = call.q_BLNH, call.k_BSGH, call.v_BSGU
+    dq_BLNH, dk_BSGH, dv_BSGU = (
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor in (q_BLNH, k_BSGH, v_BSGU)
+    )
     sums: tuple[torch.Tensor, torch.Tensor] | None = None
-    for block in _blocks(q_BLNH, k_BSGH):
+    for block in blocks:
         if block.queries.start == 0:  # a new part of the keys
             sums = _zero_sums(k_BSGH, v_BSGU, block)
         assert sums is not None
-        _backward_block(block, call, (dout_BLNU, out_BLNU, lse_BLN), dq_BLNH, sums)
+        _backward_block(block, call, results, dq_BLNH, sums)
         if block.queries.stop == q_BLNH.shape[1]:
             dk_BSGH[block.batch, :, block.heads] = sums[0].transpose(1, 2)
             dv_BSGU[block.batch, :, block.heads] = sums[1].transpose(1, 2)
@@ -191,45 +232,6 @@ def _backward_block(
     _put(dq_BLNH, num_groups, block, _product(ds_bgrlS, k_bgSH))
 
 
-@_attention.register_fake
-def _(
-    q_BLNH: torch.Tensor,
-    k_BSGH: torch.Tensor,
-    v_BSGU: torch.Tensor,
-    index_BL: torch.Tensor,
-    start_BL: torch.Tensor,
-    key_index_BS: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out_BLNU, lse_BLN = _results(q_BLNH, v_BSGU)
-    if _is_static(q_BLNH, k_BSGH):  # the first block is the largest
-        call = _Call(q_BLNH, k_BSGH, v_BSGU, (index_BL, start_BL, key_index_BS), scale)
-        _forward_block(next(_blocks(q_BLNH, k_BSGH)), call, out_BLNU, lse_BLN)
-    return out_BLNU, lse_BLN
-
-
-@_attention_backward.register_fake
-def _(
-    dout_BLNU: torch.Tensor,
-    q_BLNH: torch.Tensor,
-    k_BSGH: torch.Tensor,
-    v_BSGU: torch.Tensor,
-    out_BLNU: torch.Tensor,
-    lse_BLN: torch.Tensor,
-    index_BL: torch.Tensor,
-    start_BL: torch.Tensor,
-    key_index_BS: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    results = _empty(q_BLNH), _empty(k_BSGH), _empty(v_BSGU)
-    if _is_static(q_BLNH, k_BSGH):
-        block = next(_blocks(q_BLNH, k_BSGH))
-        call = _Call(q_BLNH, k_BSGH, v_BSGU, (index_BL, start_BL, key_index_BS), scale)
-        sums = _zero_sums(k_BSGH, v_BSGU, block)
-        _backward_block(block, call, (dout_BLNU, out_BLNU, lse_BLN), results[0], sums)
-    return results
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
@@ -255,9 +257,7 @@ def _allowed(
     return (key_B1S <= index_BL[:, :, None]).logical_and_(key_B1S >= start_BL[:, :, None])
 
 
-def _visible(
-    mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor], block: _Block
-) -> tuple[torch.Tensor, slice]:
+def _visible(mask: Sequence[torch.Tensor], block: _Block) -> tuple[torch.Tensor, slice]:
     """The block's mask `(b, 1, 1, l, keys)`, and the keys between the first and last seen."""
     index_BL, start_BL, key_index_BS = mask
     allowed_blS = _allowed(
@@ -317,12 +317,3 @@ def _zero_sums(
         torch.zeros(part_k.shape, dtype=wide, device=k_BSGH.device),
         torch.zeros(part_v.shape, dtype=wide, device=v_BSGU.device),
     )
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-def _is_static(*tensors: torch.Tensor) -> bool:
-    """Whether all sizes are numbers, that is, no compiler traces with symbolic ones."""
-    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)

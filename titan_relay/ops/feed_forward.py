@@ -13,7 +13,8 @@ dx = W1^T dh1 + W3^T dh3 + ds s (1 - s) gate.
 Shape legend: T tokens, R rows of a chunk, D model dimension, F hidden dimension.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,27 +55,33 @@ def _feed_forward(
 ) -> torch.Tensor:
     if not value_is_needed():
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    for rows in _chunks(x_TD, w1_FD):
-        _forward_rows(rows, x_TD, w1_FD, w2_DF, w3_FD, gate_1D, out_TD)
-    return out_TD
+    return _forward(_chunks(x_TD, w1_FD), x_TD, w1_FD, w2_DF, w3_FD, gate_1D)
 
 
-def _forward_rows(
-    rows: slice,
+@_feed_forward.register_fake
+def _(x_TD: torch.Tensor, w1_FD: torch.Tensor, *weights: Any) -> torch.Tensor:
+    chunks = _first_chunk(x_TD, w1_FD) if value_is_needed() else []
+    return _forward(chunks, x_TD, w1_FD, *weights)
+
+
+def _forward(
+    chunks: Iterable[slice],
     x_TD: torch.Tensor,
     w1_FD: torch.Tensor,
     w2_DF: torch.Tensor,
     w3_FD: torch.Tensor,
     gate_1D: torch.Tensor | None,
-    out_TD: torch.Tensor,
-) -> None:
-    x_RD = x_TD[rows]
-    a_RF = F.silu(x_RD @ w1_FD.t(), inplace=True)
-    a_RF.mul_(x_RD @ w3_FD.t())
-    out_RD = torch.mm(a_RF, w2_DF.t(), out=out_TD[rows])
-    if gate_1D is not None:
-        out_RD.mul_(torch.sigmoid(x_RD @ gate_1D.t()))
+) -> torch.Tensor:
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    for rows in chunks:
+        x_RD = x_TD[rows]
+        a_RF = F.silu(x_RD @ w1_FD.t(), inplace=True)
+        a_RF.mul_(x_RD @ w3_FD.t())
+        out_RD = torch.mm(a_RF, w2_DF.t(), out=out_TD[rows])
+        if gate_1D is not None:
+            out_RD.mul_(torch.sigmoid(x_RD @ gate_1D.t()))
+        del a_RF  # before the next chunk's is there
+    return out_TD
 
 
 @torch.library.custom_op("titan_relay::feed_forward_backward", mutates_args=())
@@ -87,10 +94,26 @@ def _feed_forward_backward(
     gate_1D: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Gradients of x, w1, w2, w3 and, where there is one, of the gate."""
-    weights = [w1_FD, w2_DF, w3_FD] + ([] if gate_1D is None else [gate_1D])
+    return _gradients(_chunks(x_TD, w1_FD), g_TD, x_TD, w1_FD, w2_DF, w3_FD, gate_1D)
+
+
+@_feed_forward_backward.register_fake
+def _(
+    g_TD: torch.Tensor, x_TD: torch.Tensor, w1_FD: torch.Tensor, *others: Any
+) -> list[torch.Tensor]:
+    return _gradients(_first_chunk(x_TD, w1_FD), g_TD, x_TD, w1_FD, *others)
+
+
+def _gradients(
+    chunks: Iterable[slice],
+    g_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    *given: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    weights = [weight for weight in given if weight is not None]
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     sums = [torch.zeros_like(w, memory_format=torch.contiguous_format) for w in weights]
-    for rows in _chunks(x_TD, w1_FD):
+    for rows in chunks:
         _backward_rows(rows, g_TD, x_TD, weights, dx_TD, sums)
     return [dx_TD, *sums]
 
@@ -133,38 +156,6 @@ def _backward_rows(
     sums[0].addmm_(dh1_RF.t(), x_RD)
 
 
-@_feed_forward.register_fake
-def _(
-    x_TD: torch.Tensor,
-    w1_FD: torch.Tensor,
-    w2_DF: torch.Tensor,
-    w3_FD: torch.Tensor,
-    gate_1D: torch.Tensor | None,
-) -> torch.Tensor:
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    if isinstance(x_TD.shape[0], int) and x_TD.shape[0] and value_is_needed():
-        rows = next(_chunks(x_TD, w1_FD))  # every chunk takes what the first does
-        _forward_rows(rows, x_TD, w1_FD, w2_DF, w3_FD, gate_1D, out_TD)
-    return out_TD
-
-
-@_feed_forward_backward.register_fake
-def _(
-    g_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    w1_FD: torch.Tensor,
-    w2_DF: torch.Tensor,
-    w3_FD: torch.Tensor,
-    gate_1D: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    weights = [w1_FD, w2_DF, w3_FD] + ([] if gate_1D is None else [gate_1D])
-    dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    sums = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights]
-    if isinstance(x_TD.shape[0], int) and x_TD.shape[0]:
-        _backward_rows(next(_chunks(x_TD, w1_FD)), g_TD, x_TD, weights, dx_TD, sums)
-    return [dx_TD, *sums]
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -183,3 +174,11 @@ def _chunks(x_TD: torch.Tensor, w1_FD: torch.Tensor) -> Iterator[slice]:
     length = max(least, num_tokens * dim // (_HIDDEN_COPIES * w1_FD.shape[0]))
     for start in range(0, num_tokens, length):
         yield slice(start, min(start + length, num_tokens))
+
+
+def _first_chunk(x_TD: torch.Tensor, w1_FD: torch.Tensor) -> list[slice]:
+    """For shape functions, since every chunk takes what the first does; none where there are no
+    tokens, or a compiler traces with symbolic sizes."""
+    if not isinstance(x_TD.shape[0], int):
+        return []
+    return list(itertools.islice(_chunks(x_TD, w1_FD), 1))

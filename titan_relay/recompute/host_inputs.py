@@ -136,24 +136,19 @@ class _Kept:
         self._host = buffer.view(local.dtype).view(local.shape)
         self._fetched: torch.Tensor | None = None
         self._was_taken = False
-        if stream is None:
-            self._host.copy_(local)
-            return
-        stream.wait_stream(torch.cuda.current_stream())
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+            # The allocator must not hand the input's memory on before the copy has read it.
+            local.record_stream(stream)
         with torch.cuda.stream(stream):
             self._host.copy_(local, non_blocking=True)
-        # The allocator must not hand the input's memory on before the copy has read it.
-        local.record_stream(stream)
 
     def prefetch(self) -> None:
         """Start the copy to the device."""
         if self._fetched is not None:
             return
-        if self._stream is None:
-            self._fetched = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            self._fetched.copy_(self._host)
-            return
-        # In the order of the stream: after the copy to the host, and after earlier fetches.
+        # In the order of the stream: after the copy to the host, and after earlier fetches. Without
+        # one this changes nothing, and copies end at once.
         with torch.cuda.stream(self._stream):
             self._fetched = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             self._fetched.copy_(self._host, non_blocking=True)

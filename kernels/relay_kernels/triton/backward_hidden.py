@@ -21,7 +21,14 @@ tile's rows, columns and depth, P the columns of a piece.
 import triton
 import triton.language as tl
 
-from relay_kernels.triton.common import halves, locate, num_tiles_of, product, row_tile_ends
+from relay_kernels.triton.common import (
+    halves,
+    load_depth,
+    locate,
+    num_tiles_of,
+    product,
+    row_tile_ends,
+)
 
 # Values that change from call to call must not lead to a compilation each.
 _CHANGING = ["first", "last", "num_experts", "stride_parts"]
@@ -113,9 +120,9 @@ def hidden_backward_kernel(
         h1_MF = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         h3_MF = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for d in range(0, dim, BLOCK_K):
-            x = _load(x_d + x_MD, (d_D < dim - d)[None, :], EVEN_K)
-            w1 = _load(w1_DF, (d_D < dim - d)[:, None], EVEN_K)
-            w3 = _load(w3_DF, (d_D < dim - d)[:, None], EVEN_K)
+            x = load_depth(x_d + x_MD, (d_D < dim - d)[None, :], EVEN_K)
+            w1 = load_depth(w1_DF, (d_D < dim - d)[:, None], EVEN_K)
+            w3 = load_depth(w3_DF, (d_D < dim - d)[:, None], EVEN_K)
             h1_MF = product(x, w1, h1_MF, INPUT_PRECISION)
             h3_MF = product(x, w3, h3_MF, INPUT_PRECISION)
             x_d += BLOCK_K * tl.cast(stride_xd, tl.int64)
@@ -128,9 +135,9 @@ def hidden_backward_kernel(
         w2_DF += f_F.to(tl.int64)[None, :] * stride_w2f
         u_MF = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for d in range(0, dim, BLOCK_K):
-            g = _load(g_d + g_MD, (d_D < dim - d)[None, :], EVEN_K)
+            g = load_depth(g_d + g_MD, (d_D < dim - d)[None, :], EVEN_K)
             is_inside_DF = (d_D < dim - d)[:, None] & (f_F < expert_dim)[None, :]
-            w2 = _load(w2_DF, is_inside_DF, EVEN_K and EVEN_N)
+            w2 = load_depth(w2_DF, is_inside_DF, EVEN_K and EVEN_N)
             u_MF = product(g, w2, u_MF, INPUT_PRECISION)
             g_d += BLOCK_K * tl.cast(stride_gd, tl.int64)
             w2_DF += BLOCK_K * tl.cast(stride_w2d, tl.int64)
@@ -157,15 +164,6 @@ def hidden_backward_kernel(
         if parts_ptr is not None:
             parts_M = parts_ptr + column.to(tl.int64) * stride_parts + (start - first) + m_M
             tl.store(parts_M, dscore_M, mask=is_row_M)
-
-
-@triton.jit
-def _load(pointers, mask, IS_EVEN: tl.constexpr):
-    """Zero outside the mask, which need not be looked at where tiles divide the sizes."""
-    if IS_EVEN:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit

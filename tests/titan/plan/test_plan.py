@@ -15,7 +15,7 @@ from tests.support.distributed import run_ranks
 from tests.titan.runs import Run, a_run, config_file, layout, load_run
 from titan_relay.config import RunConfig, load_config
 from titan_relay.measure.devices import device_named
-from titan_relay.measure.step_memory import KEPT_ATTENTION, KEPT_EXPERTS, StepMemory
+from titan_relay.measure.step_memory import Category, StepMemory
 
 MIB = 2**20
 CPU, H100 = device_named("cpu"), device_named("h100-80g")
@@ -168,7 +168,7 @@ def _kept_by_experts(path: Path, ep: int) -> int:
     run = load_run(path, a_run("", **layout(dp=8, ep=ep) | settings, **ALLTOALL))
     memory = dry_run(run, 8, H100)
     kept = [point.by_category for point in memory.curve if point.phase.startswith("forward loss")]
-    return max(point[KEPT_EXPERTS] for point in kept)
+    return max(point[Category.KEPT_EXPERTS] for point in kept)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_plans_of_auto_spend_what_the_device_leaves(name: str, seen: dict[str, A
 
 def test_levels_of_auto_begin_from_a_step_that_keeps_nothing(seen: dict[str, Any]) -> None:
     plan = seen["auto"]["levels"]
-    kept = [point.by_category[KEPT_ATTENTION] for point in plan.memory.curve]
+    kept = [point.by_category[Category.KEPT_ATTENTION] for point in plan.memory.curve]
     assert max(kept) > 0
     assert plan.start.steady.live_bytes == seen["json"]["peak_bytes"]
 

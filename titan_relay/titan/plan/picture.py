@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_relay.measure.step_memory import CATEGORIES, OTHER, Point
+from titan_relay.measure.step_memory import Category, Point
 from titan_relay.units import GIB, in_gib
 
 _LEAST_SHARE_WITH_NAME = 0.05  # narrower stretches of the step have no room for theirs
@@ -24,8 +24,10 @@ def draw_step(
 
     figure = Figure(figsize=(10, 4.8), layout="constrained")
     axes = figure.add_subplot(title=title, ylabel="GiB", xlim=(0, len(curve) - 1))
-    colors = {name: f"C{index}" for index, name in enumerate(CATEGORIES)} | {OTHER: "lightgrey"}
-    shown = [name for name in CATEGORIES if any(point.by_category[name] for point in curve)]
+    colors = {name: f"C{index}" for index, name in enumerate(Category)} | {
+        Category.OTHER: "lightgrey"
+    }
+    shown = [name for name in Category if any(point.by_category[name] for point in curve)]
     axes.stackplot(
         range(len(curve)),
         [[point.by_category[name] / GIB for point in curve] for name in shown],

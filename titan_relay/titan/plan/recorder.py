@@ -17,15 +17,7 @@ import torch
 from torch import nn
 
 from titan_relay.measure import LiveBytes
-from titan_relay.measure.step_memory import (
-    BLOCK_INPUTS,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    Mark,
-    StepMemory,
-    step_memory,
-)
+from titan_relay.measure.step_memory import Category, Mark, StepMemory, step_memory
 from titan_relay.private_torch import around_fsdp_steps, in_backward
 from titan_relay.titan.train.trainer import RelayTrainer, StepObserver
 
@@ -45,13 +37,13 @@ def record_step(trainer: RelayTrainer, watch: Callable[[str], None] | None = Non
     On real ranks every rank calls it. `watch` is called with each phase as it begins.
     """
     tracker = LiveBytes(keep_events=True)
-    tracker.include(*trainer.model_parts, *trainer.optimizers.optimizers, name=PARAMETERS)
+    tracker.include(*trainer.model_parts, *trainer.optimizers.optimizers, name=Category.PARAMETERS)
     recorder = _Recorder(tracker, trainer, watch)
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.step += 1
     with recorder.watching(), trainer.observed(recorder), tracker:
         trainer.train_step(batches)
-    recorder.owners[OPTIMIZER] |= tracker.serials_of(*trainer.optimizers.optimizers)
+    recorder.owners[Category.OPTIMIZER] |= tracker.serials_of(*trainer.optimizers.optimizers)
     return step_memory(
         tracker.events, recorder.marks, recorder.owners, host_bytes=tracker.host_peak_bytes
     )
@@ -70,10 +62,10 @@ class _Recorder(StepObserver):
         self._after_blocks = ""
         # Serials by category, filled as the owners become known.
         self.owners = {
-            PARAMETERS: tracker.serials_of(*trainer.model_parts),
-            OPTIMIZER: tracker.serials_of(*trainer.optimizers.optimizers),
-            GRADIENTS: set[int](),
-            BLOCK_INPUTS: set[int](),
+            Category.PARAMETERS: tracker.serials_of(*trainer.model_parts),
+            Category.OPTIMIZER: tracker.serials_of(*trainer.optimizers.optimizers),
+            Category.GRADIENTS: set[int](),
+            Category.BLOCK_INPUTS: set[int](),
         }
 
     def before_microbatch(self) -> None:
@@ -139,7 +131,7 @@ class _Recorder(StepObserver):
     def _enter_block(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self._after_blocks = self._backward = ""
-            self.owners[BLOCK_INPUTS] |= self._tracker.serials_of(args[0])
+            self.owners[Category.BLOCK_INPUTS] |= self._tracker.serials_of(args[0])
 
     def _leave_last_block(self, *_: Any) -> None:
         if not in_backward():
@@ -153,7 +145,7 @@ class _Recorder(StepObserver):
     def _take_gradients(self, *_: Any) -> None:
         parameters = [p for part in self._trainer.model_parts for p in part.parameters()]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        self.owners[GRADIENTS] = self._tracker.serials_of(gradients)
+        self.owners[Category.GRADIENTS] = self._tracker.serials_of(gradients)
 
     def _mark(self, phase: str) -> None:
         self._tracker.name_phase(phase)
