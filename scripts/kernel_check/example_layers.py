@@ -10,7 +10,6 @@ import torch
 
 from relay_kernels import ExpertWeights, RoutedTokens, SwiGLU
 from relay_kernels.rows import Chunk
-from relay_kernels.tuning import shape_class
 from relay_kernels.workspace import HiddenGradients, OrderedSum
 
 _CHUNK_ROWS = 4096
@@ -39,9 +38,6 @@ class ExampleLayer:
     @property
     def rows_per_expert(self) -> int:
         return self.num_rows // self.num_experts
-
-    def shape_class(self, dtype: torch.dtype) -> str:
-        return shape_class(self.rows_per_expert, self.dim, self.expert_dim, dtype)
 
     def chunk(self, dtype: torch.dtype) -> Chunk:
         tokens = RoutedTokens(

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_check.example_layers import EXAMPLE_LAYERS, ExampleLayer
 from kernel_check.variant import KernelVariant
-from relay_kernels.triton.launch import Launch, cdiv
+from relay_kernels.triton.launch import Launch, config_for
 from relay_kernels.triton.launch_backward import (
     bias_gradient_launches,
     dw2_launch,
@@ -20,10 +20,14 @@ from relay_kernels.triton.launch_backward import (
     dx_launch,
     hidden_backward_launch,
     score_gradients_launch,
+    score_parts,
 )
 from relay_kernels.triton.launch_forward import down_launch, sum_rows_launch, up_gate_launch
-from relay_kernels.triton.launch_routing import count_keys_launch, place_rows_launch
-from relay_kernels.tuning import TunedConfig, tuned_config
+from relay_kernels.triton.launch_routing import (
+    count_keys_launch,
+    place_rows_launch,
+    route_config,
+)
 
 _ALIGNMENT = 16  # what Triton takes pointers and sizes to be divisible by when they are
 _TRITON_TYPES = {
@@ -60,39 +64,27 @@ def _experts(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[_Na
     sums, activation = layer.weights(torch.float32), layer.activation()
     suffix = f"{layer.name}/{dtype}".replace("torch.", "")
 
-    def config(kernel: str) -> TunedConfig:
-        return tuned_config(kernel, arch, layer.shape_class(dtype), dtype)
-
-    def narrow(kernel: str) -> TunedConfig:
-        return tuned_config(kernel, arch, "narrow", dtype)
-
-    up_gate = up_gate_launch(a_RF, chunk, weights, activation, config("up_gate"))
-    yield f"up_gate/{suffix}", up_gate, True
+    yield f"up_gate/{suffix}", up_gate_launch(a_RF, chunk, weights, activation, arch), True
     for name, into in (("down_scatter", None), ("down_rows", ordered)):
-        launch = down_launch(x_TD, into, a_RF, chunk, weights, config("down"))
-        yield f"{name}/{suffix}", launch, True
-    yield f"sum_rows/{suffix}", sum_rows_launch(x_TD, ordered, chunk, narrow("sum_rows")), False
+        yield f"{name}/{suffix}", down_launch(x_TD, into, a_RF, chunk, weights, arch), True
+    yield f"sum_rows/{suffix}", sum_rows_launch(x_TD, ordered, chunk, arch), False
 
-    tuned = config("hidden_backward")
-    num_parts = cdiv(layer.expert_dim, tuned.constexprs["BLOCK_N"])
-    parts_CR = x_TD.new_empty((num_parts, chunk.num_rows), dtype=torch.float32)
-    launch = hidden_backward_launch(hidden, parts_CR, x_TD, chunk, weights, activation, tuned)
+    config = config_for("hidden_backward", chunk, weights, arch)
+    parts_CR = score_parts(chunk, weights, config)
+    launch = hidden_backward_launch(hidden, parts_CR, x_TD, chunk, weights, activation, config)
     yield f"hidden_backward/{suffix}", launch, True
-    launch = score_gradients_launch(
-        chunk.tokens.scores_N, parts_CR, x_TD, chunk, weights, narrow("score_gradients")
-    )
+    launch = score_gradients_launch(chunk.tokens.scores_N, parts_CR, x_TD, chunk, weights, arch)
     yield f"score_gradients/{suffix}", launch, False
     for name, into in (("dx_scatter", None), ("dx_rows", ordered)):
-        launch = dx_launch(x_TD, into, hidden, chunk, weights, config("dx"))
-        yield f"{name}/{suffix}", launch, True
-    yield f"dw13/{suffix}", dw13_launch(sums, hidden, chunk, True, config("dw13")), True
-    yield f"dw2/{suffix}", dw2_launch(sums, hidden, x_TD, chunk, True, config("dw2")), True
-    for launch in bias_gradient_launches(sums, hidden, x_TD, chunk, True, narrow("bias_gradient")):
+        yield f"{name}/{suffix}", dx_launch(x_TD, into, hidden, chunk, weights, arch), True
+    yield f"dw13/{suffix}", dw13_launch(sums, hidden, chunk, True, arch), True
+    yield f"dw2/{suffix}", dw2_launch(sums, hidden, x_TD, chunk, True, arch), True
+    for launch in bias_gradient_launches(sums, hidden, x_TD, chunk, True, arch):
         yield f"bias_gradient/{suffix}", launch, False
 
 
 def _routing(layer: ExampleLayer, arch: str) -> Iterator[_Named]:
-    config = tuned_config("route", arch, "narrow", torch.int32)
+    config = route_config(arch)
     ids_N = torch.empty(layer.num_rows, dtype=torch.int64, device="meta")
     counts = torch.empty(1, dtype=torch.int32, device="meta")
     for num_slices in (1, 2):
@@ -110,16 +102,15 @@ def variant_of(launch: Launch, name: str, *, needs_tensor_cores: bool) -> Kernel
     constant, and those divisible by 16, like aligned pointers, are known to be.
     """
     signature: dict[str, str] = {}
-    constexprs: dict[str, Any] = {**launch.constexprs, **launch.config.constexprs}
+    constexprs: dict[str, Any] = {}
     divisible = []
+    values = {**launch.values, **launch.config.constexprs}
     for parameter in launch.function.params:
         argument = parameter.name
-        if argument in constexprs:
-            signature[argument] = "constexpr"
-            continue
-        value = launch.arguments[argument]
+        value = values[argument]
         specialises = not parameter.do_not_specialize
-        if value is None or (specialises and type(value) is int and value == 1):
+        is_one = specialises and type(value) is int and value == 1
+        if parameter.is_constexpr or value is None or is_one:
             signature[argument], constexprs[argument] = "constexpr", value
             continue
         signature[argument] = _triton_type(value)

@@ -62,12 +62,9 @@ class Launches:
         # The interpreter's functions do not say what is specialised on.
         if not isinstance(kernel, JITFunction):
             kernel = JITFunction(kernel.fn, **kernel.kwargs)
-        constant = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
 
         def note(*_, **given):
-            arguments = {name: given[name] for name in kernel.arg_names if name not in constant}
-            constexprs = {name: given[name] for name in constant}
-            launch = Launch(kernel, arguments, constexprs, TunedConfig({}))
+            launch = Launch(kernel, given, TunedConfig({}), (1,))
             name, signature, constants, *_ = variant_of(launch, "", needs_tensor_cores=False).key
             self.seen.add((name, *signature, *constants))
 

@@ -42,7 +42,7 @@ def hidden_backward_kernel(
     a_ptr,
     parts_ptr,
     x_ptr,
-    dout_ptr,
+    g_ptr,
     scores_ptr,
     rows_ptr,
     offsets_ptr,
@@ -58,23 +58,23 @@ def hidden_backward_kernel(
     expert_dim,
     stride_r,
     stride_parts,
-    stride_xt,
-    stride_xd,
-    stride_gt,
-    stride_gd,
-    stride_w1e,
-    stride_w1f,
-    stride_w1d,
-    stride_w3e,
-    stride_w3f,
-    stride_w3d,
-    stride_w2e,
-    stride_w2d,
-    stride_w2f,
-    stride_b1e,
-    stride_b1f,
-    stride_b3e,
-    stride_b3f,
+    stride_x_t,
+    stride_x_d,
+    stride_g_t,
+    stride_g_d,
+    stride_w1_e,
+    stride_w1_f,
+    stride_w1_d,
+    stride_w3_e,
+    stride_w3_f,
+    stride_w3_d,
+    stride_w2_e,
+    stride_w2_d,
+    stride_w2_f,
+    stride_b1_e,
+    stride_b1_f,
+    stride_b3_e,
+    stride_b3_f,
     TOP_K: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -111,12 +111,12 @@ def hidden_backward_kernel(
         d_D = tl.arange(0, BLOCK_K)
         expert = expert.to(tl.int64)
 
-        x_MD = token_M[:, None] * stride_xt + d_D[None, :] * stride_xd
+        x_MD = token_M[:, None] * stride_x_t + d_D[None, :] * stride_x_d
         x_d = x_ptr
-        w1_DF = w1_ptr + expert * stride_w1e
-        w1_DF += inside_F[None, :] * stride_w1f + d_D[:, None] * stride_w1d
-        w3_DF = w3_ptr + expert * stride_w3e
-        w3_DF += inside_F[None, :] * stride_w3f + d_D[:, None] * stride_w3d
+        w1_DF = w1_ptr + expert * stride_w1_e
+        w1_DF += inside_F[None, :] * stride_w1_f + d_D[:, None] * stride_w1_d
+        w3_DF = w3_ptr + expert * stride_w3_e
+        w3_DF += inside_F[None, :] * stride_w3_f + d_D[:, None] * stride_w3_d
         h1_MF = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         h3_MF = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for d in range(0, dim, BLOCK_K):
@@ -125,26 +125,26 @@ def hidden_backward_kernel(
             w3 = load_depth(w3_DF, (d_D < dim - d)[:, None], EVEN_K)
             h1_MF = product(x, w1, h1_MF, INPUT_PRECISION)
             h3_MF = product(x, w3, h3_MF, INPUT_PRECISION)
-            x_d += BLOCK_K * tl.cast(stride_xd, tl.int64)
-            w1_DF += BLOCK_K * tl.cast(stride_w1d, tl.int64)
-            w3_DF += BLOCK_K * tl.cast(stride_w3d, tl.int64)
+            x_d += BLOCK_K * tl.cast(stride_x_d, tl.int64)
+            w1_DF += BLOCK_K * tl.cast(stride_w1_d, tl.int64)
+            w3_DF += BLOCK_K * tl.cast(stride_w3_d, tl.int64)
 
-        g_MD = token_M[:, None] * stride_gt + d_D[None, :] * stride_gd
-        g_d = dout_ptr
-        w2_DF = w2_ptr + expert * stride_w2e + d_D[:, None].to(tl.int64) * stride_w2d
-        w2_DF += f_F.to(tl.int64)[None, :] * stride_w2f
+        g_MD = token_M[:, None] * stride_g_t + d_D[None, :] * stride_g_d
+        g_d = g_ptr
+        w2_DF = w2_ptr + expert * stride_w2_e + d_D[:, None].to(tl.int64) * stride_w2_d
+        w2_DF += f_F.to(tl.int64)[None, :] * stride_w2_f
         u_MF = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for d in range(0, dim, BLOCK_K):
             g = load_depth(g_d + g_MD, (d_D < dim - d)[None, :], EVEN_K)
             is_inside_DF = (d_D < dim - d)[:, None] & (f_F < expert_dim)[None, :]
             w2 = load_depth(w2_DF, is_inside_DF, EVEN_K and EVEN_N)
             u_MF = product(g, w2, u_MF, INPUT_PRECISION)
-            g_d += BLOCK_K * tl.cast(stride_gd, tl.int64)
-            w2_DF += BLOCK_K * tl.cast(stride_w2d, tl.int64)
+            g_d += BLOCK_K * tl.cast(stride_g_d, tl.int64)
+            w2_DF += BLOCK_K * tl.cast(stride_w2_d, tl.int64)
 
         if b1_ptr is not None:
-            b1_ptr_e = b1_ptr + expert * stride_b1e
-            b3_ptr_e = b3_ptr + expert * stride_b3e
+            b1_ptr_e = b1_ptr + expert * stride_b1_e
+            b3_ptr_e = b3_ptr + expert * stride_b3_e
         else:
             b1_ptr_e = None
             b3_ptr_e = None
@@ -158,8 +158,8 @@ def hidden_backward_kernel(
         dscore_M = _pieces(
             _shifted(dh1_ptr, offset), _shifted(dh3_ptr, offset), _shifted(a_ptr, offset),
             b1_ptr_e, b3_ptr_e, h1_MF, h3_MF, u_MF, score_M, m_M, is_row_M,
-            f_start + tl.arange(0, BLOCK_N // 2**SPLITS), expert_dim, stride_r, stride_b1f,
-            stride_b3f, ALPHA, LIMIT, UP_OFFSET, SPLITS,
+            f_start + tl.arange(0, BLOCK_N // 2**SPLITS), expert_dim, stride_r, stride_b1_f,
+            stride_b3_f, ALPHA, LIMIT, UP_OFFSET, SPLITS,
         )  # fmt: skip
         if parts_ptr is not None:
             parts_M = parts_ptr + column.to(tl.int64) * stride_parts + (start - first) + m_M
@@ -177,7 +177,7 @@ def _shifted(pointer, offset):
 @triton.jit
 def _pieces(
     dh1_ptr, dh3_ptr, a_ptr, b1_ptr, b3_ptr, h1_MF, h3_MF, u_MF, score_M, m_M, is_row_M, f_P,
-    expert_dim, stride_r, stride_b1f, stride_b3f,
+    expert_dim, stride_r, stride_b1_f, stride_b3_f,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Halves the columns ``SPLITS`` times and stores piece by piece; returns ds per row.
@@ -187,7 +187,7 @@ def _pieces(
     if SPLITS == 0:
         return _activation_backward(
             dh1_ptr, dh3_ptr, a_ptr, b1_ptr, b3_ptr, h1_MF, h3_MF, u_MF, score_M, m_M, is_row_M,
-            f_P, expert_dim, stride_r, stride_b1f, stride_b3f, ALPHA, LIMIT, UP_OFFSET,
+            f_P, expert_dim, stride_r, stride_b1_f, stride_b3_f, ALPHA, LIMIT, UP_OFFSET,
         )  # fmt: skip
     else:
         h1_left, h1_right = halves(h1_MF)
@@ -195,12 +195,12 @@ def _pieces(
         u_left, u_right = halves(u_MF)
         dscore_M = _pieces(
             dh1_ptr, dh3_ptr, a_ptr, b1_ptr, b3_ptr, h1_left, h3_left, u_left, score_M, m_M,
-            is_row_M, f_P, expert_dim, stride_r, stride_b1f, stride_b3f, ALPHA, LIMIT, UP_OFFSET,
+            is_row_M, f_P, expert_dim, stride_r, stride_b1_f, stride_b3_f, ALPHA, LIMIT, UP_OFFSET,
             SPLITS - 1,
         )  # fmt: skip
         return dscore_M + _pieces(
             dh1_ptr, dh3_ptr, a_ptr, b1_ptr, b3_ptr, h1_right, h3_right, u_right, score_M, m_M,
-            is_row_M, f_P + h1_left.shape[1], expert_dim, stride_r, stride_b1f, stride_b3f, ALPHA,
+            is_row_M, f_P + h1_left.shape[1], expert_dim, stride_r, stride_b1_f, stride_b3_f, ALPHA,
             LIMIT, UP_OFFSET, SPLITS - 1,
         )  # fmt: skip
 
@@ -208,7 +208,7 @@ def _pieces(
 @triton.jit
 def _activation_backward(
     dh1_ptr, dh3_ptr, a_ptr, b1_ptr, b3_ptr, h1, h3, u, score_M, m_M, is_row_M, f_P,
-    expert_dim, stride_r, stride_b1f, stride_b3f,
+    expert_dim, stride_r, stride_b1_f, stride_b3_f,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Stores one piece of ``dh1, dh3, a`` and returns its share of ds; all arithmetic in float32.
@@ -217,8 +217,8 @@ def _activation_backward(
     """
     is_column_P = f_P < expert_dim
     if b1_ptr is not None:
-        h1 += tl.load(b1_ptr + f_P * stride_b1f, mask=is_column_P).to(tl.float32)[None, :]
-        h3 += tl.load(b3_ptr + f_P * stride_b3f, mask=is_column_P).to(tl.float32)[None, :]
+        h1 += tl.load(b1_ptr + f_P * stride_b1_f, mask=is_column_P).to(tl.float32)[None, :]
+        h3 += tl.load(b3_ptr + f_P * stride_b3_f, mask=is_column_P).to(tl.float32)[None, :]
     if LIMIT is not None:
         # Comparisons, not minimum and maximum, which would hide a NaN.
         is_cut1, is_cut3 = h1 > LIMIT, tl.abs(h3) > LIMIT
@@ -249,7 +249,7 @@ def _activation_backward(
 def score_gradients_kernel(
     dscores_ptr,
     parts_ptr,
-    dout_ptr,
+    g_ptr,
     rows_ptr,
     offsets_ptr,
     b2_ptr,
@@ -259,10 +259,10 @@ def score_gradients_kernel(
     num_parts,
     dim,
     stride_parts,
-    stride_gt,
-    stride_gd,
-    stride_b2e,
-    stride_b2d,
+    stride_g_t,
+    stride_g_d,
+    stride_b2_e,
+    stride_b2_d,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -284,8 +284,8 @@ def score_gradients_kernel(
             d_D = tl.arange(0, BLOCK_N).to(tl.int64)
             for d in range(0, dim, BLOCK_N):
                 is_inside_D = d_D < dim - d
-                g_MD = dout_ptr + token_M[:, None] * stride_gt + (d + d_D)[None, :] * stride_gd
-                b2_D = b2_ptr + expert.to(tl.int64) * stride_b2e + (d + d_D) * stride_b2d
+                g_MD = g_ptr + token_M[:, None] * stride_g_t + (d + d_D)[None, :] * stride_g_d
+                b2_D = b2_ptr + expert.to(tl.int64) * stride_b2_e + (d + d_D) * stride_b2_d
                 g = tl.load(g_MD, mask=is_inside_D[None, :], other=0.0).to(tl.float32)
                 b2 = tl.load(b2_D, mask=is_inside_D, other=0.0).to(tl.float32)
                 sum_M += tl.sum(g * b2[None, :], 1)

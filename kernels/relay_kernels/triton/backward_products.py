@@ -46,15 +46,15 @@ def dx_kernel(
     num_experts,
     dim,
     expert_dim,
-    stride_dxt,
-    stride_dxd,
+    stride_dx_t,
+    stride_dx_d,
     stride_r,
-    stride_w1e,
-    stride_w1f,
-    stride_w1d,
-    stride_w3e,
-    stride_w3f,
-    stride_w3d,
+    stride_w1_e,
+    stride_w1_f,
+    stride_w1_d,
+    stride_w3_e,
+    stride_w3_f,
+    stride_w3_d,
     TOP_K: tl.constexpr,
     SCATTERS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -88,12 +88,12 @@ def dx_kernel(
         is_inside_N = d_N < dim
         if not DESCRIPTORS:
             offset_MK = r_M[:, None] * stride_r + f_K[None, :]
-            w1_KN = w1_ptr + expert.to(tl.int64) * stride_w1e
-            w1_KN += f_K[:, None].to(tl.int64) * stride_w1f
-            w1_KN += d_N[None, :].to(tl.int64) * stride_w1d
-            w3_KN = w3_ptr + expert.to(tl.int64) * stride_w3e
-            w3_KN += f_K[:, None].to(tl.int64) * stride_w3f
-            w3_KN += d_N[None, :].to(tl.int64) * stride_w3d
+            w1_KN = w1_ptr + expert.to(tl.int64) * stride_w1_e
+            w1_KN += f_K[:, None].to(tl.int64) * stride_w1_f
+            w1_KN += d_N[None, :].to(tl.int64) * stride_w1_d
+            w3_KN = w3_ptr + expert.to(tl.int64) * stride_w3_e
+            w3_KN += f_K[:, None].to(tl.int64) * stride_w3_f
+            w3_KN += d_N[None, :].to(tl.int64) * stride_w3_d
         dx_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for f in tl.range(0, expert_dim, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
             if DESCRIPTORS:
@@ -113,16 +113,16 @@ def dx_kernel(
             dx_MN = product(dh3, w3, dx_MN, INPUT_PRECISION)
             if not DESCRIPTORS:
                 offset_MK += BLOCK_K
-                w1_KN += BLOCK_K * tl.cast(stride_w1f, tl.int64)
-                w3_KN += BLOCK_K * tl.cast(stride_w3f, tl.int64)
+                w1_KN += BLOCK_K * tl.cast(stride_w1_f, tl.int64)
+                w3_KN += BLOCK_K * tl.cast(stride_w3_f, tl.int64)
         row_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32)
         is_stored_MN = (i_M < end)[:, None] & is_inside_N[None, :]
-        column_N = d_N.to(tl.int64)[None, :] * stride_dxd
+        column_N = d_N.to(tl.int64)[None, :] * stride_dx_d
         if SCATTERS:
             token_M = (row_M // TOP_K).to(tl.int64)
-            add_to_memory(dx_ptr + token_M[:, None] * stride_dxt + column_N, dx_MN, is_stored_MN)
+            add_to_memory(dx_ptr + token_M[:, None] * stride_dx_t + column_N, dx_MN, is_stored_MN)
         else:
-            out_MN = dx_ptr + r_M[:, None] * stride_dxt + column_N
+            out_MN = dx_ptr + r_M[:, None] * stride_dx_t + column_N
             tl.store(out_MN, dx_MN.to(dx_ptr.dtype.element_ty), mask=is_stored_MN)
             noted_end = tl.where(column == 0, end, start)
             tl.store(positions_ptr + row_M, i_M, mask=i_M < noted_end)

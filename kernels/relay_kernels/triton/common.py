@@ -8,7 +8,7 @@ Example: offsets ``[0, 3, 3, 9]``, chunk ``2 <= i < 9``, tiles of 4 rows. Expert
 2), expert 1 none, expert 2 two (rows 3 to 6, and 7 and 8): tiles end at ``[1, 1, 3]``.
 
 Offsets that multiply a stride are 64-bit before the multiplication, but for the last dimension's,
-which ``launch.strides`` holds to 2^31 elements.
+which ``launch.operand`` holds to 2^31 elements.
 """
 
 import triton

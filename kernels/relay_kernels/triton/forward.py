@@ -43,18 +43,18 @@ def up_gate_kernel(
     dim,
     expert_dim,
     stride_ar,
-    stride_xt,
-    stride_xd,
-    stride_w1e,
-    stride_w1f,
-    stride_w1d,
-    stride_w3e,
-    stride_w3f,
-    stride_w3d,
-    stride_b1e,
-    stride_b1f,
-    stride_b3e,
-    stride_b3f,
+    stride_x_t,
+    stride_x_d,
+    stride_w1_e,
+    stride_w1_f,
+    stride_w1_d,
+    stride_w3_e,
+    stride_w3_f,
+    stride_w3_d,
+    stride_b1_e,
+    stride_b1_f,
+    stride_b3_e,
+    stride_b3_f,
     TOP_K: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -82,17 +82,17 @@ def up_gate_kernel(
         d_K = tl.arange(0, BLOCK_K)
         token_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32) // TOP_K
         inside_N = tl.minimum(f_N, expert_dim - 1).to(tl.int64)
-        x_MK = x_ptr + token_M.to(tl.int64)[:, None] * stride_xt + d_K[None, :] * stride_xd
+        x_MK = x_ptr + token_M.to(tl.int64)[:, None] * stride_x_t + d_K[None, :] * stride_x_d
         if not DESCRIPTORS:
-            w1_KN = w1_ptr + expert.to(tl.int64) * stride_w1e
-            w1_KN += inside_N[None, :] * stride_w1f + d_K[:, None] * stride_w1d
-            w3_KN = w3_ptr + expert.to(tl.int64) * stride_w3e
-            w3_KN += inside_N[None, :] * stride_w3f + d_K[:, None] * stride_w3d
+            w1_KN = w1_ptr + expert.to(tl.int64) * stride_w1_e
+            w1_KN += inside_N[None, :] * stride_w1_f + d_K[:, None] * stride_w1_d
+            w3_KN = w3_ptr + expert.to(tl.int64) * stride_w3_e
+            w3_KN += inside_N[None, :] * stride_w3_f + d_K[:, None] * stride_w3_d
         h1_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         h3_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if b1_ptr is not None:
-            b1_N = tl.load(b1_ptr + expert.to(tl.int64) * stride_b1e + inside_N * stride_b1f)
-            b3_N = tl.load(b3_ptr + expert.to(tl.int64) * stride_b3e + inside_N * stride_b3f)
+            b1_N = tl.load(b1_ptr + expert.to(tl.int64) * stride_b1_e + inside_N * stride_b1_f)
+            b3_N = tl.load(b3_ptr + expert.to(tl.int64) * stride_b3_e + inside_N * stride_b3_f)
             h1_MN += b1_N.to(tl.float32)[None, :]
             h3_MN += b3_N.to(tl.float32)[None, :]
         for d in tl.range(0, dim, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
@@ -105,10 +105,10 @@ def up_gate_kernel(
                 w3 = load_depth(w3_KN, (d_K < dim - d)[:, None], EVEN_K)
             h1_MN = product(x, w1, h1_MN, INPUT_PRECISION)
             h3_MN = product(x, w3, h3_MN, INPUT_PRECISION)
-            x_MK += BLOCK_K * tl.cast(stride_xd, tl.int64)
+            x_MK += BLOCK_K * tl.cast(stride_x_d, tl.int64)
             if not DESCRIPTORS:
-                w1_KN += BLOCK_K * tl.cast(stride_w1d, tl.int64)
-                w3_KN += BLOCK_K * tl.cast(stride_w3d, tl.int64)
+                w1_KN += BLOCK_K * tl.cast(stride_w1_d, tl.int64)
+                w3_KN += BLOCK_K * tl.cast(stride_w3_d, tl.int64)
         a_MN = swiglu(h1_MN, h3_MN, ALPHA, LIMIT, UP_OFFSET)
         out_MN = a_ptr + (i_M - first).to(tl.int64)[:, None] * stride_ar + f_N[None, :]
         is_stored_MN = (i_M < end)[:, None] & (f_N < expert_dim)[None, :]
@@ -132,11 +132,11 @@ def down_kernel(
     expert_dim,
     stride_out,
     stride_ar,
-    stride_w2e,
-    stride_w2d,
-    stride_w2f,
-    stride_b2e,
-    stride_b2d,
+    stride_w2_e,
+    stride_w2_d,
+    stride_w2_f,
+    stride_b2_e,
+    stride_b2_d,
     TOP_K: tl.constexpr,
     SCATTERS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -168,11 +168,11 @@ def down_kernel(
         inside_N = tl.minimum(d_N, dim - 1).to(tl.int64)
         if not DESCRIPTORS:
             a_MK = a_ptr + r_M[:, None] * stride_ar + f_K[None, :]
-            w2_KN = w2_ptr + expert.to(tl.int64) * stride_w2e
-            w2_KN += inside_N[None, :] * stride_w2d + f_K[:, None] * stride_w2f
+            w2_KN = w2_ptr + expert.to(tl.int64) * stride_w2_e
+            w2_KN += inside_N[None, :] * stride_w2_d + f_K[:, None] * stride_w2_f
         y_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if b2_ptr is not None:
-            b2_N = tl.load(b2_ptr + expert.to(tl.int64) * stride_b2e + inside_N * stride_b2d)
+            b2_N = tl.load(b2_ptr + expert.to(tl.int64) * stride_b2_e + inside_N * stride_b2_d)
             y_MN += b2_N.to(tl.float32)[None, :]
         for f in tl.range(0, expert_dim, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
             if DESCRIPTORS:
@@ -185,7 +185,7 @@ def down_kernel(
             y_MN = product(a, w2, y_MN, INPUT_PRECISION)
             if not DESCRIPTORS:
                 a_MK += BLOCK_K
-                w2_KN += BLOCK_K * tl.cast(stride_w2f, tl.int64)
+                w2_KN += BLOCK_K * tl.cast(stride_w2_f, tl.int64)
         row_M = tl.load(rows_ptr + tl.minimum(i_M, end - 1)).to(tl.int32)
         score_M = tl.load(scores_ptr + row_M).to(tl.float32)
         y_MN *= score_M[:, None]

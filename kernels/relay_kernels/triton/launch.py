@@ -13,7 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from relay_kernels.activation import SwiGLU
 from relay_kernels.choice import is_interpreted
 from relay_kernels.rows import Chunk
-from relay_kernels.tuning import TunedConfig, arch_of, shape_class, tuned_config
+from relay_kernels.tuning import TunedConfig, shape_class, tuned_config
+from relay_kernels.weights import ExpertWeights
 
 # The interpreter runs one program after another; two show that programs share the tiles rightly.
 _INTERPRETED_PROGRAMS = 2
@@ -22,21 +23,35 @@ _ALIGNMENT = 16  # bytes, which a descriptor's rows begin at multiples of
 
 @dataclass(frozen=True)
 class Launch:
-    """``arguments`` (tensors, None, numbers) and constants, by name."""
+    """A kernel, its arguments (tensors, None, numbers) and constants by name, and its programs.
+
+    Of ``values`` the kernel takes those that it has a parameter for. ``grid`` has a program for
+    each tile that there may be; if ``is_persistent``, as many as the device runs share them.
+    """
 
     function: Any
-    arguments: Mapping[str, Any]
-    constexprs: Mapping[str, Any]
+    values: Mapping[str, Any]
     config: TunedConfig
+    grid: tuple[int, ...]
+    is_persistent: bool = False
 
-    def run(self, grid: tuple[int, ...]) -> None:
+    def run(self, device: torch.device) -> None:
+        grid = self.grid
+        if self.is_persistent:
+            grid = (min(_programs_at_a_time(device) * self.config.programs_per_processor, *grid),)
+        values = self.values
         self.function[grid](
-            **self.arguments,
-            **self.constexprs,
+            **{name: values[name] for name in self.function.arg_names if name in values},
             **self.config.constexprs,
             num_warps=self.config.num_warps,
             num_stages=self.config.num_stages,
         )
+
+
+def _programs_at_a_time(device: torch.device) -> int:
+    if is_interpreted():
+        return _INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def described_arguments(
@@ -68,25 +83,20 @@ def _is_describable(tensor: torch.Tensor) -> bool:
     return all(stride * tensor.element_size() % _ALIGNMENT == 0 for stride in outer)
 
 
-def config_for(
-    kernel: str, chunk: Chunk, dim: int, expert_dim: int, operand: torch.Tensor
-) -> TunedConfig:
-    """The tuned configuration of a kernel for this chunk of this layer on this device."""
-    of_class = shape_class(chunk.rows_per_expert, dim, expert_dim, operand.dtype)
-    return tuned_config(kernel, arch_of(operand.device), of_class, operand.dtype)
+def config_for(kernel: str, chunk: Chunk, weights: ExpertWeights, arch: str) -> TunedConfig:
+    """The tuned configuration of a kernel for this chunk; ``weights``, or their gradients."""
+    expert_dim, dim = weights.w1_gFD.shape[1:]
+    dtype = chunk.tokens.x_TD.dtype
+    of_class = shape_class(chunk.rows_per_expert, dim, expert_dim, dtype)
+    return tuned_config(kernel, arch, of_class, dtype)
 
 
-def narrow_config(kernel: str, device: torch.device, dtype: torch.dtype) -> TunedConfig:
+def narrow_config(kernel: str, dtype: torch.dtype, arch: str) -> TunedConfig:
     """That of a kernel whose configuration does not depend on the layer's shape."""
-    return tuned_config(kernel, arch_of(device), "narrow", dtype)
+    return tuned_config(kernel, arch, "narrow", dtype)
 
 
-def num_programs(chunk: Chunk, width: int, config: TunedConfig, device: torch.device) -> int:
-    """Persistent programs for the tiles of a chunk's rows and ``width`` columns."""
-    return persistent_programs(most_tiles(chunk, width, config), config, device)
-
-
-def most_tiles(chunk: Chunk, width: int, config: TunedConfig) -> int:
+def most_tiles(chunk: Chunk, width: int, config: TunedConfig) -> tuple[int]:
     """How many tiles a chunk's rows and ``width`` columns have at most.
 
     How many there are is known on the device alone; at most one more row tile for each expert than
@@ -94,28 +104,41 @@ def most_tiles(chunk: Chunk, width: int, config: TunedConfig) -> int:
     """
     block_m, block_n = config.constexprs["BLOCK_M"], config.constexprs["BLOCK_N"]
     num_row_tiles = cdiv(chunk.num_rows, block_m) + min(chunk.num_experts, chunk.num_rows) - 1
-    return num_row_tiles * cdiv(width, block_n)
+    return (num_row_tiles * cdiv(width, block_n),)
 
 
-def persistent_programs(num_tiles: int, config: TunedConfig, device: torch.device) -> int:
-    """Programs that share at most ``num_tiles`` tiles."""
-    most = _INTERPRETED_PROGRAMS
-    if not is_interpreted():
-        most = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(most * config.programs_per_processor, num_tiles)
-
-
-def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
-    """The arguments by which kernels know a chunk."""
-    rows_N = chunk.tokens.rows_N
-    for indices in (rows_N, chunk.offsets_G):
+def chunk_values(chunk: Chunk) -> dict[str, Any]:
+    """By what kernels know a chunk and its tokens."""
+    tokens = chunk.tokens
+    for indices in (tokens.rows_N, chunk.offsets_G):
         assert indices.is_contiguous(), "row numbers and bounds are read one after another"
     return {
-        "rows_ptr": rows_N,
+        "rows_ptr": tokens.rows_N,
         "offsets_ptr": chunk.offsets_G,
         "first": chunk.first,
         "last": chunk.last,
         "num_experts": chunk.num_experts,
+        "scores_ptr": tokens.scores_N,
+        **operand("x", "td", tokens.x_TD),
+        "TOP_K": tokens.top_k,
+        "EXPERTS": power_of_2(chunk.num_experts),
+        "INPUT_PRECISION": input_precision(tokens.x_TD.dtype),
+    }
+
+
+def layer_values(chunk: Chunk, weights: ExpertWeights) -> dict[str, Any]:
+    """And their experts."""
+    expert_dim, dim = weights.w1_gFD.shape[1:]
+    return {
+        **chunk_values(chunk),
+        "dim": dim,
+        "expert_dim": expert_dim,
+        **operand("w1", "efd", weights.w1_gFD),
+        **operand("w2", "edf", weights.w2_gDF),
+        **operand("w3", "efd", weights.w3_gFD),
+        **operand("b1", "ef", weights.b1_gF),
+        **operand("b2", "ed", weights.b2_gD),
+        **operand("b3", "ef", weights.b3_gF),
     }
 
 
@@ -127,15 +150,22 @@ def activation_constexprs(activation: SwiGLU) -> dict[str, Any]:
     }
 
 
-def strides(prefix: str, dims: str, tensor: torch.Tensor | None) -> dict[str, int]:
-    """``{prefix + dim: stride}``; zeros for a tensor that is not there."""
+def even_sizes(config: TunedConfig, **sizes: int) -> dict[str, bool]:
+    """``EVEN_K`` and the like: whether tiles divide a size, so that none reaches past its end."""
+    blocks = config.constexprs
+    return {f"EVEN_{name}": size % blocks[f"BLOCK_{name}"] == 0 for name, size in sizes.items()}
+
+
+def operand(name: str, dims: str, tensor: torch.Tensor | None) -> dict[str, Any]:
+    """A tensor and its strides (zeros where it is not there): ``x_ptr, stride_x_t, stride_x_d``."""
     if tensor is not None and tensor.shape[-1] * tensor.stride(-1) >= 2**31:
         raise ValueError(
             f"an operand of shape {tuple(tensor.shape)} has strides {tensor.stride()}: its last "
             "dimension spans 2^31 elements or more; pass a contiguous copy"
         )
     values = (0,) * len(dims) if tensor is None else tensor.stride()
-    return {f"{prefix}{dim}": value for dim, value in zip(dims, values, strict=True)}
+    strides = {f"stride_{name}_{dim}": value for dim, value in zip(dims, values, strict=True)}
+    return {f"{name}_ptr": tensor, **strides}
 
 
 def input_precision(dtype: torch.dtype) -> str:

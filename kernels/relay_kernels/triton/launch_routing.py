@@ -7,7 +7,9 @@ import torch
 
 from relay_kernels.triton.launch import Launch, cdiv, narrow_config, power_of_2
 from relay_kernels.triton.routing import count_keys_kernel, place_rows_kernel
-from relay_kernels.tuning import TunedConfig
+from relay_kernels.tuning import TunedConfig, arch_of
+
+Sizes = tuple[int, int, int]  # experts, slices, rows of a slice
 
 
 def counting_sort(
@@ -15,7 +17,7 @@ def counting_sort(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``routing.route_rows`` by the kernels."""
     device, num_keys = expert_ids_TK.device, num_experts * num_slices
-    config = narrow_config("route", device, torch.int32)
+    config = route_config(arch_of(device))
     ids_N = expert_ids_TK.reshape(-1)
     num_blocks = cdiv(ids_N.numel(), config.constexprs["BLOCK_M"])
     shape = (num_blocks, power_of_2(num_keys + 1))
@@ -27,17 +29,18 @@ def counting_sort(
     # One slice may say any length.
     rows_per_slice = expert_ids_TK.shape[1] * slice_length if num_slices > 1 else ids_N.numel()
     sizes = (num_experts, num_slices, rows_per_slice)
-    count_keys_launch(counts_BC, ids_N, sizes, config).run((num_blocks,))
+    count_keys_launch(counts_BC, ids_N, sizes, config).run(device)
     totals_C = counts_BC.sum(0, dtype=torch.int32)
     ends_C = totals_C.cumsum(0, dtype=torch.int32)
     bounds_C[1:] = ends_C[:num_keys]
     # Where a key begins, and after it what earlier blocks have of it.
     begins_BC = counts_BC.cumsum(0, dtype=torch.int32).sub_(counts_BC).add_(ends_C - totals_C)
-    place_rows_launch(rows_N, begins_BC, ids_N, sizes, config).run((num_blocks,))
+    place_rows_launch(rows_N, begins_BC, ids_N, sizes, config).run(device)
     return rows_N, bounds_C
 
 
-Sizes = tuple[int, int, int]  # experts, slices, rows of a slice
+def route_config(arch: str) -> TunedConfig:
+    return narrow_config("route", torch.int32, arch)
 
 
 def count_keys_launch(
@@ -65,15 +68,13 @@ def _launch(
     config: TunedConfig,
 ) -> Launch:
     num_experts, num_slices, rows_per_slice = sizes
-    return Launch(
-        kernel,
-        {
-            **tensors,
-            "ids_ptr": ids_N,
-            "num_rows": ids_N.numel(),
-            "num_experts": num_experts,
-            "rows_per_slice": rows_per_slice,
-        },
-        {"SLICES": num_slices, "KEYS": power_of_2(num_experts * num_slices + 1)},
-        config,
-    )
+    values = {
+        **tensors,
+        "ids_ptr": ids_N,
+        "num_rows": ids_N.numel(),
+        "num_experts": num_experts,
+        "rows_per_slice": rows_per_slice,
+        "SLICES": num_slices,
+        "KEYS": power_of_2(num_experts * num_slices + 1),
+    }
+    return Launch(kernel, values, config, (cdiv(ids_N.numel(), config.constexprs["BLOCK_M"]),))
