@@ -4,11 +4,9 @@ import functools
 import importlib
 import importlib.util
 import os
-from typing import Literal
 
 import torch
 
-Kernels = Literal["auto", "triton", "torch"]
 KERNELS = ("auto", "triton", "torch")
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

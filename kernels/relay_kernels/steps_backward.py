@@ -170,7 +170,8 @@ def _weight_gradients_(
     operands: Sequence[torch.Tensor],
     workspace: BackwardWorkspace,
 ) -> None:
-    """Sum one expert's ``left^T right`` into W1's, W2's and W3's gradients (or begin them)."""
+    """Sum one expert's ``left^T right`` into W1's, W2's and W3's gradients (or begin them), and
+    the biases' sums of rows."""
     dh1_nF, dh3_nF, a_nF, x_nD, g_nD, score_n1 = operands
     products = (
         (into.w1_gFD[expert], dh1_nF, x_nD),
@@ -186,25 +187,12 @@ def _weight_gradients_(
         product = workspace.product.view(total.shape)
         torch.mm(left_nA.t(), right_nB, out=product)
         _add_or_begin_(total, product, accumulate)
-    _bias_gradients_(into, expert, accumulate, dh1_nF, g_nD, dh3_nF, score_n1)
-
-
-def _bias_gradients_(
-    into: ExpertWeights,
-    expert: int,
-    accumulate: bool,
-    dh1_nF: torch.Tensor,
-    g_nD: torch.Tensor,
-    dh3_nF: torch.Tensor,
-    score_n1: torch.Tensor,
-) -> None:
-    if into.b1_gF is None or into.b2_gD is None or into.b3_gF is None:
-        return
-    dtype = into.b1_gF.dtype
-    _add_or_begin_(into.b1_gF[expert], dh1_nF.sum(0, dtype=dtype), accumulate)
-    _add_or_begin_(into.b3_gF[expert], dh3_nF.sum(0, dtype=dtype), accumulate)
-    db2_D = torch.mv(g_nD.t(), score_n1.squeeze(1).to(g_nD.dtype))
-    _add_or_begin_(into.b2_gD[expert], db2_D, accumulate)
+    if into.b1_gF is not None and into.b2_gD is not None and into.b3_gF is not None:
+        dtype = into.b1_gF.dtype
+        _add_or_begin_(into.b1_gF[expert], dh1_nF.sum(0, dtype=dtype), accumulate)
+        _add_or_begin_(into.b3_gF[expert], dh3_nF.sum(0, dtype=dtype), accumulate)
+        db2_D = torch.mv(g_nD.t(), score_n1.squeeze(1).to(g_nD.dtype))
+        _add_or_begin_(into.b2_gD[expert], db2_D, accumulate)
 
 
 def _add_or_begin_(total: torch.Tensor, value: torch.Tensor, accumulate: bool) -> None:

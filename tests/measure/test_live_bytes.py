@@ -208,7 +208,7 @@ def test_phases_nest_and_name_allocations() -> None:
                 b = torch.empty(20)
             c = torch.empty(5)
         assert outer.peak.by_phase() == {"inner": 80, "outer": 60}
-        assert inner.peak.above_start_bytes == 80
+        assert inner.peak_bytes == 120
         del a, b, c
         with tracker.phase("outer") as again:
             pass

@@ -42,20 +42,13 @@ class Peak:
 
     Attributes:
         live_bytes: the total at the peak.
-        start_bytes: the total when the window opened (or was last reset).
         label: the allocation that reached the peak.
         by_label: live bytes at the peak by allocating phase and operator; sums to `live_bytes`.
     """
 
     live_bytes: int
-    start_bytes: int
     label: Label
     by_label: dict[Label, int] = field(repr=False)
-
-    @property
-    def above_start_bytes(self) -> int:
-        """Bytes by which the window rose above where it began."""
-        return self.live_bytes - self.start_bytes
 
     def by_phase(self) -> dict[str, int]:
         """Live bytes at the peak by the phase that allocated them, largest first."""
@@ -75,7 +68,7 @@ class Peak:
 class Window:
     """An open measurement of the peak; `peak` may be read while it is open and after."""
 
-    __slots__ = ("_by_label", "_label", "_ledger", "_live_bytes", "_start_bytes", "name")
+    __slots__ = ("_by_label", "_label", "_ledger", "_live_bytes", "name")
 
     def __init__(self, ledger: Ledger, name: str) -> None:
         self._ledger = ledger
@@ -84,7 +77,7 @@ class Window:
 
     def restart(self) -> None:
         """Begin again at the present total."""
-        self._live_bytes = self._start_bytes = self._ledger.live_bytes
+        self._live_bytes = self._ledger.live_bytes
         self._label = Label(self.name, "(start)")
         self._by_label = dict(self._ledger.live_by_label)
 
@@ -92,7 +85,7 @@ class Window:
     def peak(self) -> Peak:
         """The peak so far, windows opened within this one included."""
         self._ledger.settle()
-        return Peak(self._live_bytes, self._start_bytes, self._label, dict(self._by_label))
+        return Peak(self._live_bytes, self._label, dict(self._by_label))
 
     @property
     def peak_bytes(self) -> int:

@@ -70,9 +70,9 @@ def _repeated_id(routed: RoutedTokens) -> Fault:
     return Fault()
 
 
-def raise_fault(fault: Fault, rank: int, layer: str, num_experts: int) -> None:
+def _raise_fault(call: RelayCall, fault: Fault, rank: int) -> None:
     """Raise what ``fault`` on ``rank`` of the group means; nothing when it is none."""
-    prefix = f"layer {layer!r}: " if layer else ""
+    prefix, num_experts = _layer(call), call.shape.num_experts
     place = f"on rank {rank} of the expert-parallel group"
     kind, token, choice, expert_id = fault
     if kind == _ID_RANGE:
@@ -112,7 +112,7 @@ def check_across_ranks(call: RelayCall, num_tokens: int, fault: Fault) -> None:
     _check_equal(call, [row[:num_fields] for row in every])
     _check_num_tokens(call, [row[0] for row in every])
     for rank, row in enumerate(every):
-        raise_fault(Fault(*row[num_fields:]), rank, call.options.layer, call.shape.num_experts)
+        _raise_fault(call, Fault(*row[num_fields:]), rank)
 
 
 def announce_refusal(ring: Ring) -> None:

@@ -7,7 +7,8 @@ Shape legend: T tokens, K top-k, D model dimension, e experts of this rank, E ex
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,7 +22,7 @@ from titan_relay.moe.memory import (
     forward_memory,
     routing_peak_bytes,
 )
-from titan_relay.moe.options import options_from_spec
+from titan_relay.moe.options import RelayOptions, options_from_spec
 from titan_relay.moe.routing import NUM_FAULT_FIELDS
 from titan_relay.moe.shapes import LayerShape
 from titan_relay.private_torch import group_named
@@ -64,10 +65,7 @@ def fake_forward(
 ) -> torch.Tensor:
     """``out_TD``; ``tensors`` are the weights and biases."""
     out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    shape = _static_shape(x_TD, scores_TK, tensors, group, spec)
-    if shape is not None:
-        memory = forward_memory(shape, options_from_spec(spec), _device.get() or x_TD.device)
-        _touch_buffers(memory, shape, x_TD)
+    _touch_buffers(forward_memory, x_TD, scores_TK, tensors, group, spec)
     return out_TD
 
 
@@ -89,34 +87,30 @@ def fake_backward(
         else x_TD.new_empty(0)
         for tensor, wants in wanted
     ]
-    shape = _static_shape(x_TD, scores_TK, tensors, group, spec)
-    if shape is not None:
-        memory = backward_memory(
-            shape,
-            options_from_spec(spec),
-            _device.get() or x_TD.device,
-            weights_want_gradients=wants_weights,
-        )
-        _touch_buffers(memory, shape, x_TD)
+    memory = functools.partial(backward_memory, weights_want_gradients=wants_weights)
+    _touch_buffers(memory, x_TD, scores_TK, tensors, group, spec)
     return results
 
 
-def _static_shape(
-    x_TD: torch.Tensor, scores_TK: torch.Tensor, tensors: Sequence[Any], group: str, spec: str
-) -> LayerShape | None:
-    """The call's shape; None where a compiler traces with symbolic sizes."""
+def _touch_buffers(
+    memory_of: Callable[[LayerShape, RelayOptions, torch.device], WorkingMemory],
+    x_TD: torch.Tensor,
+    scores_TK: torch.Tensor,
+    tensors: Sequence[Any],
+    group: str,
+    spec: str,
+) -> None:
+    """What the call works with, but its results and the rows that ``fake_route`` has made already;
+    nothing where a compiler traces with symbolic sizes."""
     sizes = (*x_TD.shape, *scores_TK.shape, *tensors[0].shape)
     if not all(isinstance(size, int) for size in sizes):
-        return None
+        return
     num_ranks = group_named(group).size() if group else 1
-    weights = ExpertWeights(*tensors)
-    return layer_shape(x_TD, scores_TK, weights, num_ranks, options_from_spec(spec))
-
-
-def _touch_buffers(memory: WorkingMemory, shape: LayerShape, like: torch.Tensor) -> None:
-    """But the results, and the rows that ``fake_route`` has made already."""
+    options = options_from_spec(spec)
+    shape = layer_shape(x_TD, scores_TK, ExpertWeights(*tensors), num_ranks, options)
+    memory = memory_of(shape, options, _device.get() or x_TD.device)
     rows_bytes = shape.num_tokens * shape.rows_bytes
-    _touch(like, memory.total_bytes - memory.result_bytes - rows_bytes)
+    _touch(x_TD, memory.total_bytes - memory.result_bytes - rows_bytes)
 
 
 def _touch(like: torch.Tensor, num_bytes: int) -> None:

@@ -64,7 +64,9 @@ def moe_forward(
     """``out_TD``; zeros in a recompute that does not need the value."""
     if not value_is_needed():
         return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-    weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(_contiguous)
+    weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(
+        torch.Tensor.contiguous
+    )
     call = _call("forward", x_TD, scores_TK, weights, group_name, options, activation)
     tokens = routed_tokens(x_TD, scores_TK, rows_N, counts, call.shape.num_experts)
     return layer_forward(call, tokens, counts, weights)
@@ -94,16 +96,15 @@ def moe_backward(
     group_name: str,
     options: str,
     activation: list[float],
-    wants_x: bool,
-    wants_scores: bool,
-    wants_weights: bool,
+    wants: list[bool],
 ) -> list[torch.Tensor]:
     """Gradients of x, scores, w1, w2, w3, b1, b2, b3; empty tensors for those not wanted."""
-    weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(_contiguous)
+    weights = ExpertWeights(w1_eFD, w2_eDF, w3_eFD, b1_eF, b2_eD, b3_eF).map(
+        torch.Tensor.contiguous
+    )
     call = _call("backward", x_TD, scores_TK, weights, group_name, options, activation)
-    wants = Wants(wants_x, wants_scores, wants_weights)
     tokens = routed_tokens(x_TD, scores_TK, rows_N, counts, call.shape.num_experts)
-    gradients = layer_backward(call, wants, dout_TD, tokens, counts, weights)
+    gradients = layer_backward(call, Wants(*wants), dout_TD, tokens, counts, weights)
     given = [gradients.dx_TD, gradients.dscores_TK]
     given += gradients.weights.tensors() if gradients.weights is not None else []
     given += [None] * (NUM_GRADIENTS - len(given))
@@ -114,8 +115,7 @@ def moe_backward(
 def _(
     dout_TD: torch.Tensor, x_TD: torch.Tensor, scores_TK: torch.Tensor, *rest: Any
 ) -> list[torch.Tensor]:
-    _, _, *tensors, group_name, options, _, wants_x, wants_scores, wants_weights = rest
-    wants = (wants_x, wants_scores, wants_weights)
+    _, _, *tensors, group_name, options, _, wants = rest
     return fake_backward(x_TD, scores_TK, tensors, group_name, options, wants)
 
 
@@ -127,8 +127,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _backward(ctx: Any, dout_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs = ctx.needs_input_grad
-    wants = (needs[0], needs[1], any(needs[4:10]))
-    gradients = torch.ops.titan_relay.moe_backward(dout_TD, *ctx.saved_tensors, *ctx.static, *wants)
+    wants = [needs[0], needs[1], any(needs[4:10])]
+    gradients = torch.ops.titan_relay.moe_backward(dout_TD, *ctx.saved_tensors, *ctx.static, wants)
     dx_TD, dscores_TK, *dweights = gradients
     by_input = [dx_TD, dscores_TK, None, None, *dweights, None, None, None]
     return tuple(gradient if need else None for gradient, need in zip(by_input, needs, strict=True))
@@ -160,7 +160,3 @@ def _call(
         raise RelayUsageError(f"RelayOptions: {error}") from error
     shape = layer_shape(x_TD, scores_TK, weights, num_ranks, parsed)
     return RelayCall(shape, parsed, SwiGLU(*activation), ring, operation)
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous()

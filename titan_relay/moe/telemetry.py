@@ -4,8 +4,9 @@ A ``RingTelemetry`` belongs to one ring (``relay_ring(group).telemetry``). It ke
 history, so that its size is bounded by the number of layers.
 """
 
+import operator
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,7 @@ class RingCounts:
     wait_seconds: float = 0.0
 
     def __add__(self, other: "RingCounts") -> "RingCounts":
-        return RingCounts(
-            self.num_calls + other.num_calls,
-            self.num_experts_calls + other.num_experts_calls,
-            self.num_messages + other.num_messages,
-            self.sent_bytes + other.sent_bytes,
-            self.wait_seconds + other.wait_seconds,
-        )
+        return RingCounts(*map(operator.add, astuple(self), astuple(other)))
 
 
 class RingTelemetry:
@@ -57,8 +52,3 @@ class RingTelemetry:
         with self._lock:
             taken, self._counts = self._counts, {}
         return taken
-
-
-def total(counts: dict[tuple[str, str], RingCounts]) -> RingCounts:
-    """The sum over every layer and operation."""
-    return sum(counts.values(), RingCounts())

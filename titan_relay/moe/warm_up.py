@@ -61,7 +61,9 @@ def warm_up(
     for circulate in circulations(forward_traffic(shape, options), options):
         step = step_shape(shape, options, device, circulate)
         for num_experts in _group_sizes(shape, options, circulate):
-            _forward(*_experts(shape, device, num_experts), activation, step)
+            tokens, weights = _experts(shape, device, num_experts)
+            out_TD, workspace = torch.zeros_like(tokens.x_TD), forward_workspace(step)
+            forward_experts_(out_TD, tokens, weights, activation, workspace)
     sum_dtype = options.sum_dtype(shape.dtype)
     for circulate in circulations(backward_traffic(shape, options), options):
         step = step_shape(shape, options, device, circulate)
@@ -102,13 +104,6 @@ def _experts(
         sizes += [(expert_dim,), (dim,), (expert_dim,)]
     tensors = [torch.empty(num_experts, *size, dtype=shape.dtype, device=device) for size in sizes]
     return tokens, ExpertWeights(*tensors)
-
-
-def _forward(
-    tokens: RoutedTokens, weights: ExpertWeights, activation: SwiGLU, step: StepShape
-) -> None:
-    out_TD, workspace = torch.zeros_like(tokens.x_TD), forward_workspace(step)
-    forward_experts_(out_TD, tokens, weights, activation, workspace)
 
 
 def _backward(
