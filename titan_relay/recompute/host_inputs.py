@@ -11,6 +11,7 @@ On a machine without a device the same code copies at once.
 from __future__ import annotations
 
 import weakref
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ class HostInputs:
     def __init__(self, budget_bytes: int) -> None:
         self._has_device = torch.cuda.is_available()
         self.buffers = HostBuffers(budget_bytes, pinned=self._has_device)
-        self._stream: torch.cuda.Stream | None = None
         self._latest: weakref.ref[_Kept] | None = None
 
     def around(self, layer: int, x: torch.Tensor) -> saved_tensors_hooks:
@@ -54,15 +54,14 @@ class HostInputs:
         previous = None if self._latest is None else self._latest()
         if previous is not None and previous.layer >= layer:
             previous = None  # of another microbatch
-        kept = _Kept(layer, x, local, buffer, self._side_stream(), previous)
+        kept = _Kept(layer, x, local, buffer, self._side_stream, previous)
         weakref.finalize(kept, self.buffers.give_back, buffer)
         self._latest = weakref.ref(kept)
         return kept
 
+    @cached_property
     def _side_stream(self) -> torch.cuda.Stream | None:
-        if self._has_device and self._stream is None:
-            self._stream = torch.cuda.Stream()
-        return self._stream
+        return torch.cuda.Stream() if self._has_device else None
 
 
 class HostBuffers:
