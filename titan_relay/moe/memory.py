@@ -42,8 +42,11 @@ from dataclasses import astuple, dataclass
 import torch
 
 from relay_kernels import backward_workspace_bytes, forward_workspace_bytes
-from titan_relay.moe.circulation import num_passing_buffers
-from titan_relay.moe.homeward_chain import num_chain_buffers, num_own_buffers
+from titan_relay.moe.circulation import (
+    num_chain_buffers,
+    num_own_buffers,
+    num_passing_buffers,
+)
 from titan_relay.moe.options import RelayOptions
 from titan_relay.moe.shapes import (
     Circulation,

@@ -5,7 +5,7 @@ r + 1 and receiving the next from r - 1, and meanwhile computes its own tokens' 
 it holds. Every rank computes exactly its own T * K rows, whatever the router does. In backward
 weights circulate again: the rank rebuilds its tokens' hidden activations for the slice step by step
 and computes their gradients. Input gradients stay on the rank; weight gradients travel home one hop
-behind (``homeward_chain``).
+behind (``circulation``).
 
 Sent per rank: forward ``(W - 1) * e`` experts; backward as many in the weights' dtype, and as many
 gradients in ``options.grad_dtype``. Buffers: two slices of weights and in backward three of
@@ -28,8 +28,7 @@ from relay_kernels import (
     forward_workspace,
 )
 from titan_relay.moe.call import RelayCall, Wants
-from titan_relay.moe.circulation import Slices, visits
-from titan_relay.moe.homeward_chain import Tensors
+from titan_relay.moe.circulation import Slices, Tensors, visits
 from titan_relay.moe.shapes import expert_slices, step_shape
 
 

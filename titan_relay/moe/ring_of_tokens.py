@@ -2,7 +2,7 @@
 
 At hop h this rank holds a block (a slice of the tokens: hidden states, scores, rows) of rank r - h.
 It starts passing the block on to r + 1, and meanwhile computes the block's rows that are routed to
-its own experts. A block's partial output travels the same way one hop behind (``homeward_chain``)
+its own experts. A block's partial output travels the same way one hop behind (``circulation``)
 and ends at home, where the home rank's own part is added last. In backward a block also carries its
 output's gradient, and its input and score gradients come home like the forward's partial outputs.
 Weight gradients never travel: this rank sees every token that is routed to its experts, and sums in
@@ -35,8 +35,7 @@ from relay_kernels import (
     forward_workspace,
 )
 from titan_relay.moe.call import RelayCall, Wants
-from titan_relay.moe.circulation import Slices, visits
-from titan_relay.moe.homeward_chain import Tensors
+from titan_relay.moe.circulation import Slices, Tensors, visits
 from titan_relay.moe.routing import TokenSlices, rows_by_slice, segments
 from titan_relay.moe.shapes import step_shape
 
