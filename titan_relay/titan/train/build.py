@@ -33,7 +33,7 @@ from titan_relay.titan.train.parallelize import parallelize
 from titan_relay.titan.train.pipeline import pipeline
 from titan_relay.titan.train.relay_setup import relay_options
 from titan_relay.titan.train.trainer import RelayTrainer
-from titan_relay.titan.train.validate import RelayValidator
+from titan_relay.titan.train.validator import RelayValidator
 from titan_relay.units import GIB
 
 _OURS = ("print_config", "check_finite")  # keys of [debug] that torchtitan does not act on
