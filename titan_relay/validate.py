@@ -7,11 +7,11 @@ which torchtitan is: seconds, which a right configuration spends anyway.
 
 from __future__ import annotations
 
-from titan_relay.config import RunConfig, Sources, check_keys, check_model
+from titan_relay.config import Origins, RunConfig, check_keys, check_model
 
 
 def validate(
-    config: RunConfig, world_size: int, sources: Sources | str, *, files: bool = True
+    config: RunConfig, world_size: int, origins: Origins | str, *, files: bool = True
 ) -> None:
     """Raise `ConfigError`, naming file, key, value and what would be right, or return.
 
@@ -19,30 +19,30 @@ def validate(
 
     Args:
         world_size: ranks of the whole run.
-        sources: `Loaded.sources`, or a name to put in the place of the file.
+        origins: `Loaded.origins`, or a name to put in the place of the file.
         files: also look whether data, tokenizer and initial checkpoint exist; False to check a
             configuration for another machine.
     """
-    if isinstance(sources, str):
-        sources = Sources(sources)
-    check_keys(config, world_size, sources, files=files)
-    _check_data(config, sources, files=files)
-    _check_family(config, sources)
+    if isinstance(origins, str):
+        origins = Origins(origins)
+    check_keys(config, world_size, origins, files=files)
+    _check_data(config, origins, files=files)
+    _check_family(config, origins)
 
 
-def validate_model(config: RunConfig, sources: Sources) -> None:
+def validate_model(config: RunConfig, origins: Origins) -> None:
     """`validate` for [model] alone, where nothing is trained."""
-    check_model(config, sources)
-    _check_family(config, sources)
+    check_model(config, origins)
+    _check_family(config, origins)
 
 
-def _check_data(config: RunConfig, sources: Sources, *, files: bool) -> None:
+def _check_data(config: RunConfig, origins: Origins, *, files: bool) -> None:
     from titan_relay.data.check import check_data
 
-    check_data(config, sources, files=files)
+    check_data(config, origins, files=files)
 
 
-def _check_family(config: RunConfig, sources: Sources) -> None:
+def _check_family(config: RunConfig, origins: Origins) -> None:
     from titan_relay.titan.model.families import check_family
 
-    check_family(config, sources)
+    check_family(config, origins)

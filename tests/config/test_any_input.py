@@ -43,7 +43,7 @@ def _one_line_or_fine(argv: list[str], ranks: int = 4) -> None:
     message = "one line"
     try:
         loaded = load_config(argv)
-        validate(loaded.config, ranks, loaded.sources)
+        validate(loaded.config, ranks, loaded.origins)
     except ConfigError as error:
         message = str(error)
     assert len(message.splitlines()) == 1

@@ -180,11 +180,11 @@ def test_flags() -> None:
 
 def test_sources_name_where_a_value_came_from() -> None:
     _write("case.toml", 'base = "good.toml"\n[training]\nseq_len = 64\n')
-    sources = load_config(["--config", "case.toml", "--debug.seed", "3"]).sources
-    assert sources.given["training.seq_len"] == "case.toml"
-    assert sources.given["training.steps"] == "good.toml"
-    assert sources.given["debug.seed"] == "command line"
-    assert "optimizer.lr" not in sources.given
+    origins = load_config(["--config", "case.toml", "--debug.seed", "3"]).origins
+    assert origins.given["training.seq_len"] == "case.toml"
+    assert origins.given["training.steps"] == "good.toml"
+    assert origins.given["debug.seed"] == "command line"
+    assert "optimizer.lr" not in origins.given
 
 
 def test_config_cannot_be_changed_by_accident() -> None:
@@ -209,7 +209,7 @@ def test_nothing_heavy_is_imported_for_a_mistake() -> None:
         "import sys; from titan_relay.config import ConfigError, load_config\n"
         "from titan_relay.validate import validate\n"
         "loaded = load_config(['--config', 'good.toml', '--model.moe.top_k', '1000'])\n"
-        "try: validate(loaded.config, 1, loaded.sources)\n"
+        "try: validate(loaded.config, 1, loaded.origins)\n"
         "except ConfigError: pass\n"
         "else: raise AssertionError('1000 of so many experts are no mistake')\n"
         "heavy = {'torch', 'torchtitan', 'numpy', 'tyro', 'datasets'} & set(sys.modules)\n"

@@ -53,7 +53,7 @@ def test_valid(path: Path) -> None:
             assert command.arguments[:2] == ("--config", path.relative_to(ROOT).as_posix())
         loaded = load_config([*given, *command.arguments[2:]])
         # Corpus and tokenizer are made by scripts, so they need not be there yet.
-        validate(loaded.config, command.ranks, loaded.sources, files=False)
+        validate(loaded.config, command.ranks, loaded.origins, files=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -65,7 +65,7 @@ def test_models_have_a_layout_for_each_size(name: str) -> None:
         loaded = load_config(["--config", str(path), *command.arguments[2:]])
         assert degrees_of(loaded.config, command.ranks).ep == 8, "a ring stays inside a machine"
         with pytest.raises(ConfigError):  # the batch does not divide by 7
-            validate(loaded.config, 7, loaded.sources, files=False)
+            validate(loaded.config, 7, loaded.origins, files=False)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -17,7 +17,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _valid(ranks: int, *argv: str, files: bool = True) -> RunConfig:
     loaded = load_config(["--config", "good.toml", *argv])
-    validate(loaded.config, ranks, loaded.sources, files=files)
+    validate(loaded.config, ranks, loaded.origins, files=files)
     return loaded.config
 
 

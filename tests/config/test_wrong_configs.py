@@ -21,7 +21,7 @@ WRONG += FAMILIES
 
 def _load_and_validate(argv: list[str], ranks: int) -> None:
     loaded = load_config(argv)
-    validate(loaded.config, ranks, loaded.sources)
+    validate(loaded.config, ranks, loaded.origins)
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case.name.replace(" ", "_"))

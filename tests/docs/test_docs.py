@@ -141,10 +141,10 @@ def test_layouts_of_the_quick_start_are_legal(tmp_path: Path) -> None:
         file = tmp_path / "layout.toml"
         file.write_text(MODEL_OF_LAYOUTS + fragment, encoding="utf-8")
         loaded = load_config(["--config", str(file)])
-        validate(loaded.config, int(ranks[1]), loaded.sources, files=False)
+        validate(loaded.config, int(ranks[1]), loaded.origins, files=False)
         # The comment's number is what the degrees need: no other number will do.
         with pytest.raises(ConfigError):
-            validate(loaded.config, 2 * int(ranks[1]), loaded.sources, files=False)
+            validate(loaded.config, 2 * int(ranks[1]), loaded.origins, files=False)
         checked += 1
     assert checked == 3
 
@@ -156,4 +156,4 @@ def test_the_first_file_of_the_quick_start_is_a_whole_run(tmp_path: Path) -> Non
     file = tmp_path / "my_run.toml"
     file.write_text(whole, encoding="utf-8")
     loaded = load_config(["--config", str(file)])
-    validate(loaded.config, 1, loaded.sources, files=False)
+    validate(loaded.config, 1, loaded.origins, files=False)

@@ -146,7 +146,7 @@ def trainer_of(folder: Path, run: Run, file: Path | None = None) -> Any:
     from titan_relay.titan.train.build import build_trainer_config
 
     loaded = _load(folder, run, file)
-    validate(loaded.config, dist.get_world_size(), loaded.sources)
+    validate(loaded.config, dist.get_world_size(), loaded.origins)
     trainer = build_trainer_config(loaded.config, dist.get_world_size()).build()
     trainer.losses, trainer.grad_norms, trainer.validation_losses = [], [], []
     log = trainer.metrics_processor.log

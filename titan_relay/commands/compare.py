@@ -37,7 +37,7 @@ _SHOWN = 10
 def main(arguments: Sequence[str]) -> int:
     args, keys = _parse(arguments)
     loaded = load_config(["--config", args.config, *keys])
-    validate_model(loaded.config, loaded.sources)
+    validate_model(loaded.config, loaded.origins)
     return _report(_compare(args, loaded.config), args.tolerance)
 
 

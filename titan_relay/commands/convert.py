@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         print(toml_of(read_config(args.hf_dir)), end="")
         return 0
     loaded = load_config(["--config", args.config, *keys])
-    validate_model(loaded.config, loaded.sources)
+    validate_model(loaded.config, loaded.origins)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     from titan_relay.titan.hf.from_hf import open_checked
 

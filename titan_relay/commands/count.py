@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, help="the run's TOML file")
     args, keys = parse_with_keys(parser, arguments)
     loaded = load_config(["--config", args.config, *keys])
-    validate_model(loaded.config, loaded.sources)
+    validate_model(loaded.config, loaded.origins)
     print(_report(loaded.config))
     return 0
 

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     args, keys = _parse(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake CPU tensors stand for a device's
     loaded = _load(args.config, keys, args.seq_len)
-    validate(loaded.config, args.world_size, loaded.sources, files=False)
+    validate(loaded.config, args.world_size, loaded.origins, files=False)
     _check(args, loaded.config)
     device = device_of(args.device)
     from titan_relay.titan.plan.changes import nearest_changes

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     if loaded.print_config:
         _say(rank, to_toml(loaded.config))
         return 0
-    validate(loaded.config, world_size, loaded.sources, files=not loaded.plan)
+    validate(loaded.config, world_size, loaded.origins, files=not loaded.plan)
     if loaded.plan:  # rank 0 plans; the run that is planned needs no data here
         if rank != 0:
             return 0
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     _single_process_environment()
     from titan_relay.titan.run import run  # torchtitan takes seconds to import
 
-    return run(loaded.config, world_size, loaded.sources)
+    return run(loaded.config, world_size, loaded.origins)
 
 
 def _say(rank: int, text: str) -> None:

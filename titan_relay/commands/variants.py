@@ -65,16 +65,16 @@ def runs_of(
         ConfigError: one line that names the key, its value and its place.
     """
     loaded = load_config(["--config", config, *keys])
-    sources, stages = loaded.sources, loaded.config.parallelism.pipeline_parallel_degree
+    origins, stages = loaded.origins, loaded.config.parallelism.pipeline_parallel_degree
     if stages > 1:
-        raise sources.error(
+        raise origins.error(
             "parallelism.pipeline_parallel_degree",
             stages,
             "must be 1 here: one sequence at a time makes no microbatches for a pipeline",
         )
     runs = {name: with_settings(loaded.config, VARIANTS[name]) for name in names}
     for run in runs.values():
-        validate(run, world_size, sources, files=False)
+        validate(run, world_size, origins, files=False)
         if seq_len is not None:
-            validate(with_length(run, seq_len), world_size, sources, files=False)
+            validate(with_length(run, seq_len), world_size, origins, files=False)
     return runs

@@ -8,7 +8,7 @@ from titan_relay.config.check import check_keys
 from titan_relay.config.check_model import check_model
 from titan_relay.config.command_line import CommandLine, parse_command_line
 from titan_relay.config.degrees import Degrees, degrees_of
-from titan_relay.config.errors import ConfigError, Sources
+from titan_relay.config.errors import ConfigError, Origins
 from titan_relay.config.load import Loaded, load, load_config, with_length, with_settings
 from titan_relay.config.schema import RunConfig
 from titan_relay.config.toml import to_toml
@@ -18,8 +18,8 @@ __all__ = [
     "ConfigError",
     "Degrees",
     "Loaded",
+    "Origins",
     "RunConfig",
-    "Sources",
     "check_keys",
     "check_model",
     "degrees_of",

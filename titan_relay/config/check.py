@@ -13,20 +13,20 @@ from pathlib import Path
 
 from titan_relay.config.check_model import check_model
 from titan_relay.config.check_parallelism import check_parallelism
-from titan_relay.config.errors import Refusal, Sources
+from titan_relay.config.errors import Origins, Refusal
 from titan_relay.config.schema import AttentionRetentionConfig, RunConfig
 
 
-def check_keys(config: RunConfig, world_size: int, sources: Sources, *, files: bool = True) -> None:
+def check_keys(config: RunConfig, world_size: int, origins: Origins, *, files: bool = True) -> None:
     """Raise `ConfigError`, naming file, key, value and what would be right, or return.
 
     world_size: ranks of the whole run.
     files: also look whether the initial checkpoint exists; False to check a configuration for
         another machine.
     """
-    check_model(config, sources)
-    check_parallelism(config, world_size, sources)
-    sources.refuse(
+    check_model(config, origins)
+    check_parallelism(config, world_size, origins)
+    origins.refuse(
         config,
         _check_schedule(config),
         _check_recompute(config),

@@ -6,14 +6,14 @@ What a family has of them, and what it needs, is in the family's file.
 from collections.abc import Iterator
 
 from titan_relay.config.degrees import divisors, multiples_near, nearest_few
-from titan_relay.config.errors import Refusal, Sources, either
+from titan_relay.config.errors import Origins, Refusal, either
 from titan_relay.config.schema import ModelConfig, MoEConfig, RunConfig
 
 
-def check_model(config: RunConfig, sources: Sources) -> None:
+def check_model(config: RunConfig, origins: Origins) -> None:
     """Raise `ConfigError` for an architecture that cannot be built."""
     model = config.model
-    sources.refuse(
+    origins.refuse(
         config,
         _check_counts(model),
         _check_dense_layers(model),

@@ -12,7 +12,7 @@ from titan_relay.config.degrees import (
     nearest_few,
     sequence_multiple,
 )
-from titan_relay.config.errors import Refusal, Sources, either
+from titan_relay.config.errors import Origins, Refusal, either
 from titan_relay.config.schema import RunConfig
 from titan_relay.config.schema_model import LossConfig
 
@@ -27,10 +27,10 @@ _AXES = {
 _STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}
 
 
-def check_parallelism(config: RunConfig, world_size: int, sources: Sources) -> None:
+def check_parallelism(config: RunConfig, world_size: int, origins: Origins) -> None:
     """Raise `ConfigError` for degrees that cannot be laid out."""
     degrees = degrees_of(config, world_size)
-    sources.refuse(
+    origins.refuse(
         config,
         _check_world(config, degrees, world_size),
         _check_experts(config, degrees),

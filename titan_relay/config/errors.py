@@ -59,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sources:
+class Origins:
     """Where every given key came from; the rest are defaults.
 
     main: the file to name for a key that was not given.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_relay.config.command_line import CommandLine, parse_command_line
-from titan_relay.config.errors import COMMAND_LINE, ConfigError, Place, Setting, Sources
+from titan_relay.config.errors import COMMAND_LINE, ConfigError, Origins, Place, Setting
 from titan_relay.config.fields import REQUIRED
 from titan_relay.config.reader import expectation, read_value
 from titan_relay.config.schema import RunConfig, keys, sections
@@ -29,7 +29,7 @@ class Loaded:
     """A configuration and where its values came from, for `validate` and its messages."""
 
     config: RunConfig
-    sources: Sources
+    origins: Origins
     print_config: bool = False
     plan: bool = False
 
@@ -54,8 +54,8 @@ def load(command: CommandLine) -> Loaded:
     settings = _read_over_bases(Path(command.config_file), named_at, ()) | dict(command.settings)
     given = {path: setting.source for path, setting in settings.items()}
     config = build(settings, command.config_file)
-    sources = Sources(command.config_file, given)
-    return Loaded(config, sources, command.print_config, command.plan)
+    origins = Origins(command.config_file, given)
+    return Loaded(config, origins, command.print_config, command.plan)
 
 
 def _read_over_bases(path: Path, named_at: Place, chain: tuple[Path, ...]) -> dict[str, Setting]:

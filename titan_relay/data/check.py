@@ -6,7 +6,7 @@ File checks look at names only; what is inside is found out by the readers.
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_relay.config.errors import Refusal, Sources, either
+from titan_relay.config.errors import Origins, Refusal, either
 from titan_relay.config.schema import DataConfig, MixtureEntry, RunConfig, TokenizerConfig
 from titan_relay.data.documents import DataError
 from titan_relay.data.local_files import check_files
@@ -16,9 +16,9 @@ from titan_relay.data.tokenizer_files import tokenizer_file
 _RANK_FILE_SUFFIXES = (".tiktoken", ".model", ".txt", ".bpe")
 
 
-def check_data(config: RunConfig, sources: Sources, *, files: bool) -> None:
+def check_data(config: RunConfig, origins: Origins, *, files: bool) -> None:
     """Raise `ConfigError` for missing or ambiguous data; look for `files` only if asked to."""
-    sources.refuse(config, _check_data(config, files=files))
+    origins.refuse(config, _check_data(config, files=files))
 
 
 def _check_data(config: RunConfig, *, files: bool) -> Iterator[Refusal]:

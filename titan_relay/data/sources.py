@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from titan_relay.config import Sources
+from titan_relay.config import Origins
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
 from titan_relay.data.check import check_documents
 from titan_relay.data.documents import Row, max_bad_in_a_row
@@ -121,7 +121,7 @@ def build_sources(
         ConfigError: no or several kinds of source named.
         DataError: files missing, nothing usable in them.
     """
-    Sources("the reader").refuse(config, check_documents("data", config))
+    Origins("the reader").refuse(config, check_documents("data", config))
     entries = _entries(config)
     total = sum(entry.weight for entry in entries)
     result = []

@@ -1,4 +1,5 @@
-"""A checkpointed block's frame: all that its recompute, and code inside, know of its forward.
+"""Start here for what a checkpointed block keeps between forward and backward: `Keeps` says what,
+`Frame` holds it, all that the block's recompute, and code inside, know of its forward.
 
 `torch.utils.checkpoint` drops what a block saves for backward and runs the block again to get it
 back. `relay_checkpoint` puts a frame around both runs. What wants to keep something from one to the

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
-from titan_relay.config import ConfigError, RunConfig, Sources, to_toml
+from titan_relay.config import ConfigError, Origins, RunConfig, to_toml
 from titan_relay.config.degrees import global_batch_size
 from titan_relay.data import DataError
 from titan_relay.moe import RingError
@@ -37,7 +37,7 @@ from titan_relay.titan.train.trainer import RelayTrainer
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
-def run(config: RunConfig, world_size: int, sources: Sources) -> int:
+def run(config: RunConfig, world_size: int, origins: Origins) -> int:
     """Train; returns the process's exit code.
 
     Raises:
@@ -49,11 +49,11 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
     # torchtitan tells the user of pipeline parallelism to set this, or the loss would not be seen;
     # here the rank that has the loss always speaks.
     os.environ.setdefault("LOG_RANK", ",".join(str(each) for each in range(world_size)))
-    check_device(config, sources, cpu=on_cpu())
-    check_dump_folder(config, sources)
-    check_tokenizer(config, sources)
+    check_device(config, origins, cpu=on_cpu())
+    check_dump_folder(config, origins)
+    check_tokenizer(config, origins)
     lock = _lock_checkpoints(config, rank)
-    found = find_checkpoint(config, sources)
+    found = find_checkpoint(config, origins)
     if found is not None and found.step >= config.training.steps:
         logger.info(
             f"Nothing to train: {found.path} is of step {found.step}, and training.steps is "
@@ -61,10 +61,10 @@ def run(config: RunConfig, world_size: int, sources: Sources) -> int:
         )
         return 0
     if found is not None:
-        check_checkpoint(config, sources, found, global_batch_size(config, world_size))
+        check_checkpoint(config, origins, found, global_batch_size(config, world_size))
     else:
-        check_initial_weights(config, sources)
-    check_export(config, sources)
+        check_initial_weights(config, origins)
+    check_export(config, origins)
     trainer_config = build_trainer_config(config, world_size)
     if config.debug.print_config:
         logger.info(f"Configuration:\n{to_toml(config)}")

@@ -41,7 +41,7 @@ def parsed(config: dict[str, Any], tmp_path: Path) -> RunConfig:
     file = tmp_path / "model.toml"
     file.write_text(toml_of(config))
     loaded = load_config(["--config", str(file)])
-    validate_model(loaded.config, loaded.sources)
+    validate_model(loaded.config, loaded.origins)
     return loaded.config
 
 
@@ -89,7 +89,7 @@ def test_a_model_alone_is_held_against_its_family() -> None:
     settings = ["--config", str(CONFIGS / "mixtral_8x7b.toml"), "--model.mla.kv_lora_rank=4"]
     loaded = load_config(settings)
     with pytest.raises(ConfigError, match='family "mixtral" has no such part'):
-        validate_model(loaded.config, loaded.sources)
+        validate_model(loaded.config, loaded.origins)
 
 
 def test_dense_layers_behind_others_are_refused() -> None:

@@ -17,7 +17,7 @@ from tests.titan.hf.cases import CASES, SEQ_LEN, VOCAB_SIZE
 from tests.titan.hf.folders import run_of, write_folder
 from tests.titan.runs import a_run, config_file, layout, trainer_of, write_data
 from titan_relay.cli import main
-from titan_relay.config import ConfigError, RunConfig, Sources
+from titan_relay.config import ConfigError, Origins, RunConfig
 from titan_relay.titan.hf.folder import open_folder
 from titan_relay.titan.hf.from_hf import from_hf
 from titan_relay.titan.hf_compare import (
@@ -175,28 +175,28 @@ def _starting_run(folder: Path, path: Path, **checkpoint: Any) -> RunConfig:
 
 def test_weights_of_another_model_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     write_folder(tmp_path / "hf")
-    sources = Sources("case.toml")
+    origins = Origins("case.toml")
     run = _starting_run(tmp_path / "hf", tmp_path / "hf", initial_load_in_hf=True)
-    check_initial_weights(run, sources)
+    check_initial_weights(run, origins)
     wider = replace(run, model=replace(run.model, moe=replace(run.model.moe, expert_dim=24)))
     with pytest.raises(ConfigError, match=r"initial_load_path = .*model.moe.expert_dim = 24: .*20"):
-        check_initial_weights(wider, sources)
+        check_initial_weights(wider, origins)
     (tmp_path / "hf" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
-        check_initial_weights(run, sources)
+        check_initial_weights(run, origins)
 
 
 def test_a_checkpoint_of_our_own_is_checked_too(tmp_path: Path) -> None:
     write_folder(tmp_path / "hf")
-    sources = Sources("case.toml")
+    origins = Origins("case.toml")
     run = _starting_run(tmp_path / "hf", tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="is no complete checkpoint"):
-        check_initial_weights(run, sources)
+        check_initial_weights(run, origins)
     from_hf(tmp_path / "hf", run.model, tmp_path / "checkpoint")
-    check_initial_weights(run, sources)
+    check_initial_weights(run, origins)
     biased = replace(run.model.moe, aux_loss_coeff=0.0, load_balance_coeff=0.001)
     with pytest.raises(ConfigError, match=r"2 missing \(layers.0.moe.expert_bias_E\)"):
-        check_initial_weights(replace(run, model=replace(run.model, moe=biased)), sources)
+        check_initial_weights(replace(run, model=replace(run.model, moe=biased)), origins)
 
 
 def test_an_export_that_hugging_face_cannot_compute_is_refused(
@@ -205,13 +205,13 @@ def test_an_export_that_hugging_face_cannot_compute_is_refused(
     write_folder(tmp_path / "hf")
     run = run_of(tmp_path / "hf")
     run = replace(run, checkpoint=replace(run.checkpoint, enable=True, last_save_in_hf=True))
-    check_export(run, Sources("case.toml"))
+    check_export(run, Origins("case.toml"))
     assert not caplog.records
     scaled = replace(run, model=replace(run.model, moe=replace(run.model.moe, route_scale=2.0)))
     with pytest.raises(ConfigError, match=r"last_save_in_hf = true.*model.moe.route_scale = 2.0"):
-        check_export(scaled, Sources("case.toml"))
+        check_export(scaled, Origins("case.toml"))
     biased = replace(run.model.moe, aux_loss_coeff=0.0, load_balance_coeff=0.001)
-    check_export(replace(run, model=replace(run.model, moe=biased)), Sources("case.toml"))
+    check_export(replace(run, model=replace(run.model, moe=biased)), Origins("case.toml"))
     assert "has no balancing bias" in caplog.text
 
 

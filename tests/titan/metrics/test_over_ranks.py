@@ -41,8 +41,8 @@ def check_reductions() -> None:
 def report_two_steps(folder: str, **config) -> None:
     processor = build(folder, **config)
     rank = dist.get_rank()
-    processor.add_source(lambda: {"relay/bytes_sent": 100.0 + rank}, over="sum")
-    processor.add_source(lambda: {"relay/wait_seconds": float(rank)}, over="max")
+    processor.add_curves(lambda: {"relay/bytes_sent": 100.0 + rank}, over="sum")
+    processor.add_curves(lambda: {"relay/wait_seconds": float(rank)}, over="max")
     for step in (1, 2):
         with processor.step_memory(step):
             processor.should_log(step)

@@ -233,8 +233,8 @@ def test_measuring_can_be_turned_off(tmp_path: Path) -> None:
 def test_sources_are_asked_at_every_report(tmp_path: Path) -> None:
     processor = build(tmp_path, log_freq=2)
     sent_bytes = iter((100.0, 200.0, 300.0, 400.0, 500.0, 600.0))
-    processor.add_source(lambda: {"relay/bytes_sent": next(sent_bytes)}, over="sum")
-    processor.add_source(lambda: {"relay/wait_seconds": 0.5}, over="max")
+    processor.add_curves(lambda: {"relay/bytes_sent": next(sent_bytes)}, over="sum")
+    processor.add_curves(lambda: {"relay/wait_seconds": 0.5}, over="max")
     run_steps(processor, range(1, 5))
     processor.close()
     curves = scalars(tmp_path)

@@ -101,7 +101,7 @@ def test_triton_on_cpu_is_refused_in_one_line(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     loaded = load("--relay.kernels", "triton")
     with pytest.raises(ConfigError) as refused:
-        check_device(loaded.config, loaded.sources, cpu=True)
+        check_device(loaded.config, loaded.origins, cpu=True)
     assert str(refused.value) == (
         'command line: --relay.kernels = "triton": cannot be used: the tensors are on cpu, and it '
         'runs on CUDA devices; use kernels = "auto" or "torch"'

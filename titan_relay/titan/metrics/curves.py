@@ -11,7 +11,7 @@ from titan_relay.titan.model.experts import RelayRoutedExperts
 
 
 class StepCurves:
-    """Sources for the metrics processor; the trainer counts the steps between two reports.
+    """What the metrics processor is given to ask; the trainer counts the steps between two reports.
 
     `relay` must be asked before `relay_wait`: it starts a new interval of the ring's counts.
     """

@@ -15,7 +15,7 @@ from titan_relay.titan.device import on_cpu
 from titan_relay.titan.metrics.folder_lock import FolderError
 
 Reduction = Literal["max", "sum", "mean"]
-Source = Callable[[], Mapping[str, float]]
+Curves = Callable[[], Mapping[str, float]]
 
 
 def over_ranks(values: Mapping[str, float], reduction: Reduction) -> dict[str, float]:

@@ -38,8 +38,8 @@ from titan_relay.titan.metrics.memory import (
     is_out_of_memory,
 )
 from titan_relay.titan.metrics.over_ranks import (
+    Curves,
     Reduction,
-    Source,
     over_ranks,
     raise_together,
 )
@@ -121,7 +121,7 @@ class RelayMetricsProcessor(MetricsProcessor):
         self._unmeasured: _Interval | None = None
         self.live_peak_bytes: int | None = None
         """This rank's live-tensor peak at its last report; None before."""
-        self._sources: list[tuple[Source, Reduction | Literal["same"]]] = []
+        self._curves: list[tuple[Curves, Reduction | Literal["same"]]] = []
         self._clock = clock
         self._time_left = TimeLeft(config.total_steps, clock)
         peak = None if has_quantization else peak_flops
@@ -131,13 +131,13 @@ class RelayMetricsProcessor(MetricsProcessor):
         """Whether this rank reports: it has the loss."""
         self.logger = self._build_loggers(dump_folder, rank, config_dict)
 
-    def add_source(self, source: Source, over: Reduction | Literal["same"] = "same") -> None:
-        """Have `source()` asked for curves at every report, on every rank.
+    def add_curves(self, curves: Curves, over: Reduction | Literal["same"] = "same") -> None:
+        """Have `curves()` asked at every report, on every rank.
 
-        over: how the ranks' values become one: "max", "sum" or "mean", or "same" if the source
-        gives every rank the same values already. A source may communicate: all ranks ask alike.
+        over: how the ranks' values become one: "max", "sum" or "mean", or "same" if every rank is
+        given the same values already. `curves` may communicate: all ranks ask alike.
         """
-        self._sources.append((source, over))
+        self._curves.append((curves, over))
 
     def should_log(self, step: int) -> bool:
         """Whether to report after `step`: the first, every `log_freq`-th and the last step."""
@@ -197,7 +197,7 @@ class RelayMetricsProcessor(MetricsProcessor):
             "grad_norm": grad_norm,
             **speed.curves(),
             **self._memory_curves(),
-            **self._source_curves(),
+            **self._added_curves(),
             **(extra_metrics or {}),
         }
         self.logger.log(curves, step)
@@ -310,12 +310,12 @@ class RelayMetricsProcessor(MetricsProcessor):
             until=interval.until,
         )
 
-    def _source_curves(self) -> dict[str, float]:
-        curves: dict[str, float] = {}
-        for source, over in self._sources:
-            values = source()
-            curves |= values if over == "same" else over_ranks(values, over)
-        return curves
+    def _added_curves(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for curves, over in self._curves:
+            values = curves()
+            found |= values if over == "same" else over_ranks(values, over)
+        return found
 
     def _memory_curves(self) -> dict[str, float]:
         monitor = self.device_memory_monitor

@@ -9,8 +9,8 @@ from typing import Any
 
 from titan_relay.config import (
     ConfigError,
+    Origins,
     RunConfig,
-    Sources,
     check_keys,
     degrees_of,
     with_settings,
@@ -100,7 +100,7 @@ def nearest_changes(
 
 def _is_valid(run: RunConfig, world_size: int) -> bool:
     try:
-        check_keys(run, world_size, Sources("proposal"), files=False)
+        check_keys(run, world_size, Origins("proposal"), files=False)
     except ConfigError:
         return False
     return True

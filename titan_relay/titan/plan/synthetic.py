@@ -105,7 +105,7 @@ class SilentMetrics(MetricsProcessor):
         """Never, so that a step reads no number back from its tensors."""
         return False
 
-    def add_source(self, *args: Any, **kwargs: Any) -> None:
+    def add_curves(self, *args: Any, **kwargs: Any) -> None:
         """Curves go nowhere."""
 
     def step_memory(self, step: int) -> AbstractContextManager[None]:

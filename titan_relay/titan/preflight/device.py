@@ -7,22 +7,22 @@ from collections.abc import Iterator
 
 import torch
 
-from titan_relay.config import ConfigError, RunConfig, Sources
+from titan_relay.config import ConfigError, Origins, RunConfig
 from titan_relay.config.errors import Refusal
 from titan_relay.moe import KernelChoiceError, uses_triton
 
 _FLEX_BLOCK = 128  # FlexAttention's block; context parallelism cuts rows into whole blocks
 
 
-def check_device(run: RunConfig, sources: Sources, *, cpu: bool) -> None:
+def check_device(run: RunConfig, origins: Origins, *, cpu: bool) -> None:
     """Refuse what the device (the CPU or this machine's GPUs) cannot do, before anything is built.
 
     Raises:
         ConfigError: one line with the key, the value and the fix.
     """
-    _check_kernels(run, sources, torch.device("cpu" if cpu else "cuda"))
+    _check_kernels(run, origins, torch.device("cpu" if cpu else "cuda"))
     if cpu:
-        sources.refuse(run, _check_cpu(run))
+        origins.refuse(run, _check_cpu(run))
         return
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_devices = torch.accelerator.device_count()
@@ -34,7 +34,7 @@ def check_device(run: RunConfig, sources: Sources, *, cpu: bool) -> None:
     cp, seq_len = run.parallelism.context_parallel_degree, run.training.seq_len
     if cp > 1 and seq_len % (cp * _FLEX_BLOCK):
         nearest = max(1, round(seq_len / (cp * _FLEX_BLOCK))) * cp * _FLEX_BLOCK
-        raise sources.error(
+        raise origins.error(
             "training.seq_len",
             seq_len,
             f"FlexAttention under context_parallel_degree = {cp} needs a multiple of "
@@ -42,13 +42,13 @@ def check_device(run: RunConfig, sources: Sources, *, cpu: bool) -> None:
         )
 
 
-def _check_kernels(run: RunConfig, sources: Sources, device: torch.device) -> None:
+def _check_kernels(run: RunConfig, origins: Origins, device: torch.device) -> None:
     """Ask for a choice of kernels as the layers will."""
     try:
         uses_triton(run.relay.kernels, device, torch.float32)
     except KernelChoiceError as error:
         reason = str(error).removeprefix(f'kernels = "{run.relay.kernels}" ')
-        raise sources.error("relay.kernels", run.relay.kernels, reason) from error
+        raise origins.error("relay.kernels", run.relay.kernels, reason) from error
 
 
 def _check_cpu(run: RunConfig) -> Iterator[Refusal]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torchtitan.tools.logging import logger
 
-from titan_relay.config import RunConfig, Sources
+from titan_relay.config import Origins, RunConfig
 from titan_relay.data import load_tokenizer
 from titan_relay.titan.hf.dcp import PartsReader
 from titan_relay.titan.hf.errors import HfError
@@ -20,7 +20,7 @@ from titan_relay.titan.hf.to_hf import check_tensors
 from titan_relay.titan.train.checkpoint import export_assets
 
 
-def check_initial_weights(run: RunConfig, sources: Sources) -> None:
+def check_initial_weights(run: RunConfig, origins: Origins) -> None:
     """Refuse `initial_load_path` if it lacks the model's tensors, or is of another model.
 
     Raises:
@@ -35,10 +35,10 @@ def check_initial_weights(run: RunConfig, sources: Sources) -> None:
         else:
             check_tensors(NameMap(run.model), PartsReader(Path(path)), Path(path), every=True)
     except HfError as error:
-        raise sources.error("checkpoint.initial_load_path", path, str(error)) from error
+        raise origins.error("checkpoint.initial_load_path", path, str(error)) from error
 
 
-def check_export(run: RunConfig, sources: Sources) -> None:
+def check_export(run: RunConfig, origins: Origins) -> None:
     """Refuse `last_save_in_hf` for a model that Hugging Face's class cannot compute.
 
     Raises:
@@ -50,7 +50,7 @@ def check_export(run: RunConfig, sources: Sources) -> None:
         dtype = getattr(torch, run.checkpoint.export_dtype)
         exported_config(run.model, export_assets(run), dtype)
     except HfError as error:
-        raise sources.error("checkpoint.last_save_in_hf", True, str(error)) from error
+        raise origins.error("checkpoint.last_save_in_hf", True, str(error)) from error
     biases = [e.name for e in NameMap(run.model).entries if not e.parts and e.is_buffer]
     if biases:
         logger.warning(
@@ -60,7 +60,7 @@ def check_export(run: RunConfig, sources: Sources) -> None:
         )
 
 
-def check_tokenizer(run: RunConfig, sources: Sources) -> None:
+def check_tokenizer(run: RunConfig, origins: Origins) -> None:
     """Refuse a vocabulary larger than the embedding; say how much of it a smaller one uses.
 
     Raises:
@@ -69,7 +69,7 @@ def check_tokenizer(run: RunConfig, sources: Sources) -> None:
     """
     num_tokens, num_rows = load_tokenizer(run.tokenizer).vocab_size, run.model.vocab_size
     if num_tokens > num_rows:
-        raise sources.error(
+        raise origins.error(
             "model.vocab_size",
             num_rows,
             f"the tokenizer {run.tokenizer.path} has {num_tokens} tokens; give at least that",

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_relay.config import RunConfig, Sources
+from titan_relay.config import Origins, RunConfig
 from titan_relay.config.errors import Refusal
 from titan_relay.titan.hf.dcp import METADATA, PartsReader
 from titan_relay.titan.hf.errors import HfError
@@ -36,7 +36,7 @@ class FoundCheckpoint:
     num_lanes: int
 
 
-def find_checkpoint(run: RunConfig, sources: Sources) -> FoundCheckpoint | None:
+def find_checkpoint(run: RunConfig, origins: Origins) -> FoundCheckpoint | None:
     """The checkpoint that the run would continue from; None if it starts fresh.
 
     Raises:
@@ -53,7 +53,7 @@ def find_checkpoint(run: RunConfig, sources: Sources) -> FoundCheckpoint | None:
     step = max(complete) if section.load_step == -1 else section.load_step
     if step not in complete:
         there = ", ".join(str(each) for each in sorted(complete)) or "none"
-        raise sources.error(
+        raise origins.error(
             "checkpoint.load_step", step, f"is no complete checkpoint of {folder}; there: {there}"
         )
     path = complete[step]
@@ -64,7 +64,7 @@ def find_checkpoint(run: RunConfig, sources: Sources) -> FoundCheckpoint | None:
     except HfError as error:
         whole = [each for each in sorted(complete) if _is_whole(complete[each])]
         older = f"go on from step {whole[-1]} with checkpoint.load_step" if whole else "start anew"
-        raise sources.error(
+        raise origins.error(
             "checkpoint.load_step", section.load_step, f"{error}; {older}"
         ) from error
     shapes = {name: each.shape for name, each in reader.tensors.items()}
@@ -73,14 +73,14 @@ def find_checkpoint(run: RunConfig, sources: Sources) -> FoundCheckpoint | None:
 
 
 def check_checkpoint(
-    run: RunConfig, sources: Sources, found: FoundCheckpoint, global_batch_size: int
+    run: RunConfig, origins: Origins, found: FoundCheckpoint, global_batch_size: int
 ) -> None:
     """Refuse a checkpoint that this run cannot go on from.
 
     Raises:
         ConfigError: one line with the key to change.
     """
-    sources.refuse(run, _check_model(run, found), _check_data(run, found, global_batch_size))
+    origins.refuse(run, _check_model(run, found), _check_data(run, found, global_batch_size))
 
 
 def _check_data(
@@ -106,7 +106,7 @@ def _check_data(
         )
 
 
-def check_dump_folder(run: RunConfig, sources: Sources) -> None:
+def check_dump_folder(run: RunConfig, origins: Origins) -> None:
     """Refuse a folder that cannot be written to.
 
     Raises:
@@ -118,7 +118,7 @@ def check_dump_folder(run: RunConfig, sources: Sources) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise sources.error(
+        raise origins.error(
             "dump_folder", run.dump_folder, f"cannot be written to: {error.strerror}"
         ) from error
 

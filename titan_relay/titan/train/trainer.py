@@ -69,7 +69,7 @@ class RelayTrainer(Trainer):
         curves = StepCurves(self.balance, self.model_parts)
         expected = expected_relay(config.run, self.parallel_dims.world_size)
         if expected is not None:
-            self.metrics_processor.add_source(expected.curves)
+            self.metrics_processor.add_curves(expected.curves)
         self.retention: RetentionChoice | None = None
         if isinstance(config.activation_checkpoint, BlockRetention.Config):
             levels = config.activation_checkpoint.levels
@@ -82,10 +82,10 @@ class RelayTrainer(Trainer):
                 device=self.device,
                 local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             )
-            self.metrics_processor.add_source(self.retention.curves)
-        self.metrics_processor.add_source(curves.balance)
-        self.metrics_processor.add_source(curves.relay, over="mean")
-        self.metrics_processor.add_source(curves.relay_wait, over="max")
+            self.metrics_processor.add_curves(self.retention.curves)
+        self.metrics_processor.add_curves(curves.balance)
+        self.metrics_processor.add_curves(curves.relay, over="mean")
+        self.metrics_processor.add_curves(curves.relay_wait, over="max")
         self.curves = curves
         self._observer = StepObserver()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import get_args
 
-from titan_relay.config import RunConfig, Sources
+from titan_relay.config import Origins, RunConfig
 from titan_relay.config.schema import ModelConfig
 from titan_relay.config.schema_model import FamilyName
 from titan_relay.titan.model.families.decoder import RelayDecoder
@@ -27,6 +27,6 @@ def build_model_config(model: ModelConfig, *, seed: int, cpu: bool) -> RelayDeco
     return FAMILIES[model.family].build(model, seed=seed, cpu=cpu)
 
 
-def check_family(config: RunConfig, sources: Sources) -> None:
+def check_family(config: RunConfig, origins: Origins) -> None:
     """Raise `ConfigError` for a key that the family lacks, does not have, or has otherwise."""
-    sources.refuse(config, check_limits(FAMILIES, config))
+    origins.refuse(config, check_limits(FAMILIES, config))
