@@ -19,6 +19,7 @@ import torch
 from kernel_bench.timing import Timer, kernels_can_run
 from layer_bench.setting import PRESETS
 from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser
+from titan_relay.local_ranks import say
 
 # A layer of each shape class: its preset and tokens.
 LAYERS = {
@@ -75,7 +76,7 @@ def tune(args: argparse.Namespace) -> dict[tuple[str, str, str], Any]:
         known = sorted({kernel for op in ops for kernel in op.tuned})
         for name in args.kernel or ():
             if name not in known:
-                _say(f"error: --kernel {name}: must be one of {', '.join(known)}")
+                say(f"error: --kernel {name}: must be one of {', '.join(known)}")
                 sys.exit(2)
         for op in ops:
             for kernel in op.tuned:
@@ -97,13 +98,13 @@ def _tune_one(
             try:
                 return timer.ms(run)
             except Exception as error:  # as many kinds as a compiler has passes
-                _say(f"  {config}: {type(error).__name__}")
+                say(f"  {config}: {type(error).__name__}")
                 return None
 
     begin_s = time.perf_counter()
     begin = tuned_config(kernel, arch, of_class, DTYPE)
     best = search(begin, measure, TINY_CHOICES if args.interpret else CHOICES)
-    _say(
+    say(
         f"{kernel} {of_class}: {best.begin_ms:.3f} ms to {best.best_ms:.3f} ms "
         f"after {time.perf_counter() - begin_s:.0f} s of search"
     )
@@ -125,10 +126,6 @@ def file_text(found: dict[tuple[str, str, str], Any], device_name: str) -> str:
         values["programs_per_processor"] = config.programs_per_processor
         lines += [f"{name} = {str(value).lower()}" for name, value in values.items()]
     return "\n".join(lines) + "\n"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

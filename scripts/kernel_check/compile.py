@@ -44,7 +44,8 @@ def measure(variant: KernelVariant, arch: str) -> Measured:
         return Measured(error=_in_one_line(error))
     cached = _cache_file(compiled, arch)
     if cached.exists():
-        return _read(cached)
+        values = json.loads(cached.read_text())
+        return Measured(**{**values, "tensor_core_names": tuple(values["tensor_core_names"])})
     measured = _measure(compiled, arch)
     _write(cached, measured)
     return measured
@@ -96,11 +97,6 @@ def _cache_file(compiled: Any, arch: str) -> Path:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         key.update(source.read_bytes())
     return Path(knobs.cache.dir) / "relay_measured" / f"{key.hexdigest()}-{arch}.json"
-
-
-def _read(file: Path) -> Measured:
-    values = json.loads(file.read_text())
-    return Measured(**{**values, "tensor_core_names": tuple(values["tensor_core_names"])})
 
 
 def _write(file: Path, measured: Measured) -> None:

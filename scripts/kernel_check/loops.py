@@ -43,9 +43,9 @@ def find_loops(instructions: Sequence[Instruction]) -> list[Loop]:
     for end, header in graph.edges:
         if _dominates(header, end, dominator, start):
             bodies.setdefault(header, {header}).update(_body(graph, header, end))
-    # The last instruction branches to itself; it pads the code.
-    pad = {_pad(instructions)}
-    return [frozenset(body) for body in bodies.values() if body != pad]
+    # The last instruction that branches to itself pads the code.
+    endless = [e.address for e in instructions if e.name == "BRA" and _target(e) == e.address]
+    return [frozenset(body) for body in bodies.values() if body != set(endless[-1:])]
 
 
 def innermost(loops: Sequence[Loop]) -> list[Loop]:
@@ -90,14 +90,3 @@ def _body(graph: "nx.DiGraph[int]", header: int, end: int) -> set[int]:
     """What leads to ``end`` without passing ``header``."""
     inside = nx.restricted_view(graph, [header], [])
     return {end} | nx.ancestors(inside, end) if end != header else {header}
-
-
-def _pad(instructions: Sequence[Instruction]) -> int:
-    return next(
-        (
-            each.address
-            for each in reversed(instructions)
-            if each.name == "BRA" and _target(each) == each.address
-        ),
-        -1,
-    )

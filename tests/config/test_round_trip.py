@@ -104,12 +104,12 @@ def test_every_key_can_be_given_on_the_command_line(first: RunConfig, second: Ru
 
 @settings(max_examples=30, deadline=None)
 @given(_CONFIGS)
-def test_plain_dictionary_and_file_hold_every_key(config: RunConfig) -> None:
-    plain, written = config.to_dict(), tomllib.loads(to_toml(config))
+def test_the_file_holds_every_key(config: RunConfig) -> None:
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # lists for tuples
+    written = tomllib.loads(to_toml(config))
     for path in keys():
         value: Any = plain
         in_file: Any = written
         for part in path.split("."):
             value, in_file = value[part], in_file[part]
-        assert not isinstance(value, tuple)
         assert in_file == ("none" if value is None else value)

@@ -29,7 +29,8 @@ def check_keys(config: RunConfig, world_size: int, origins: Origins, *, files: b
     origins.refuse(
         config,
         _check_schedule(config),
-        _check_recompute(config),
+        _check_who_decides(config),
+        _check_retention(config),
         _check_debug(config),
         _check_profiler(config),
         _check_checkpoint(config, files=files),
@@ -45,20 +46,6 @@ def _check_schedule(config: RunConfig) -> Iterator[Refusal]:
             "lr_scheduler.total_steps",
             f"must be at least training.steps = {steps}; past its end the learning rate is "
             "undefined",
-        )
-
-
-def _check_recompute(config: RunConfig) -> Iterator[Refusal]:
-    """Yield a `Refusal` for the other dispatcher's section, or a budget nobody spends."""
-    yield from _check_who_decides(config)
-    yield from _check_retention(config)
-    if config.activation_checkpoint.mode != "memory_budget":
-        return
-    if not config.compile.enable or "model" not in config.compile.components:
-        yield Refusal(
-            "activation_checkpoint.mode",
-            'needs compile.enable = true with "model" in compile.components; '
-            'or use "none", "selective" or "full"',
         )
 
 
@@ -82,6 +69,13 @@ def _check_who_decides(config: RunConfig) -> Iterator[Refusal]:
                 'needs relay.dispatcher = "relay"; with "alltoall" [activation_checkpoint] '
                 "decides what is computed again; leave it out",
             )
+    compiles = config.compile.enable and "model" in config.compile.components
+    if mode == "memory_budget" and not compiles:
+        yield Refusal(
+            "activation_checkpoint.mode",
+            'needs compile.enable = true with "model" in compile.components; '
+            'or use "none", "selective" or "full"',
+        )
 
 
 def _check_retention(config: RunConfig) -> Iterator[Refusal]:

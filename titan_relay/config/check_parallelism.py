@@ -225,9 +225,10 @@ def _check_stages(config: RunConfig) -> Iterator[Refusal]:
         yield from _check_modules(config, asked.module_fqns_per_model_part)
         return
     stages = degree * _STAGES_PER_RANK.get(schedule, 2)
-    if asked.pipeline_parallel_layers_per_stage is not None:
-        stages = _stages_of_layers(config, asked.pipeline_parallel_layers_per_stage)
-        yield from _check_layers_per_stage(config, stages)
+    layers_per_stage = asked.pipeline_parallel_layers_per_stage
+    if layers_per_stage is not None:
+        stages = _stages_of_layers(config, layers_per_stage)
+        yield from _check_layers_per_stage(config, layers_per_stage, stages)
     yield from _check_layers(config, stages)
 
 
@@ -282,11 +283,10 @@ def _weighted_layers(config: RunConfig) -> int:
     )
 
 
-def _check_layers_per_stage(config: RunConfig, stages: int) -> Iterator[Refusal]:
+def _check_layers_per_stage(config: RunConfig, value: int, stages: int) -> Iterator[Refusal]:
     asked = config.parallelism
     degree, schedule = asked.pipeline_parallel_degree, asked.pipeline_parallel_schedule
-    value = asked.pipeline_parallel_layers_per_stage
-    if value is None or _fits(stages, degree, schedule):
+    if _fits(stages, degree, schedule):
         return
     legal = [
         each

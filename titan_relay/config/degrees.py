@@ -116,11 +116,10 @@ def sequence_multiple(config: RunConfig, degrees: Degrees) -> tuple[int, str]:
     return unit, reason
 
 
-def multiples_near(value: int, unit: int, highest: int | None = None) -> list[int]:
-    """The multiples of `unit` just below and just above `value`, from `unit` to `highest`."""
+def multiples_near(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` just below and just above `value`, from `unit` on."""
     below = value // unit * unit
-    around = [below, below + unit]
-    return [each for each in around if each > 0 and (highest is None or each <= highest)]
+    return [each for each in (below, below + unit) if each > 0]
 
 
 def divisors(number: int) -> list[int]:

@@ -5,10 +5,8 @@ torchtitan, so that a wrong configuration is reported before anything heavy star
 """
 # ruff: noqa: RUF009  (option() and section() return dataclass fields, not shared values)
 
-import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from titan_relay.config.fields import Key, keys_in, option, section, sections_in
 from titan_relay.config.schema_data import (
@@ -122,11 +120,6 @@ class RunConfig:
     debug: DebugConfig = section(DebugConfig)
     """Repeatability and fault finding."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Nested plain dicts, lists and scalars (None where a key is unset)."""
-        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
-        return plain
-
 
 @functools.cache
 def sections() -> dict[str, type]:
@@ -138,11 +131,3 @@ def sections() -> dict[str, type]:
 def keys() -> dict[str, Key]:
     """Every key by its dotted path, in the order of the schema."""
     return keys_in(RunConfig)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -6,6 +6,7 @@ string "none".
 """
 
 import codecs
+import dataclasses
 import re
 import tomllib
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ class WrittenFloat(float):
 
 def to_toml(config: RunConfig) -> str:
     """A file that gives this configuration again; every key is written."""
-    return dump_tables(config.to_dict())
+    return dump_tables(dataclasses.asdict(config))
 
 
 def dump_tables(tables: Mapping[str, Any]) -> str:

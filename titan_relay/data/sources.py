@@ -53,22 +53,17 @@ class LocalSource:
         self, name: str, documents: LocalDocuments, *, seed: int, shuffle: bool, infinite: bool
     ) -> None:
         self.name, self.fingerprint = name, documents.fingerprint
-        self._documents, self._seed = documents, seed
+        self._documents, self._seed, self._num_documents = documents, seed, len(documents)
         self._shuffle, self.infinite = shuffle, infinite
         self._last_epoch = 0
         self._orders: dict[int, SeededPermutation] = {}
 
     @property
-    def num_documents(self) -> int:
-        """Documents of one epoch."""
-        return len(self._documents)
-
-    @property
     def max_bad_in_a_row(self) -> int:
-        return max_bad_in_a_row(self.num_documents, self._shuffle)
+        return max_bad_in_a_row(self._num_documents, self._shuffle)
 
     def read(self, running_index: int) -> Row | None:
-        epoch, position = divmod(running_index, self.num_documents)
+        epoch, position = divmod(running_index, self._num_documents)
         if epoch > 0 and not self.infinite:
             return None
         if epoch > self._last_epoch:
@@ -82,14 +77,14 @@ class LocalSource:
             if len(self._orders) > 8:  # lanes are at most a few epochs apart
                 self._orders.clear()
             key = f"{self._seed}/{self.name}/{epoch}"
-            self._orders[epoch] = SeededPermutation(self.num_documents, key)
+            self._orders[epoch] = SeededPermutation(self._num_documents, key)
         return self._orders[epoch]
 
     def bookmark(self, running_index: int) -> Bookmark | None:
         return None
 
     def seek(self, bookmarks: Sequence[Bookmark], running_indices: Sequence[int]) -> None:
-        self._last_epoch = max(running_indices) // self.num_documents
+        self._last_epoch = max(running_indices) // self._num_documents
 
     def close(self) -> None:
         self._documents.close()

@@ -58,11 +58,7 @@ def fill_normal(param: torch.Tensor, *, key: int, std: float) -> None:
     local, shape, offset = _local_block(param)
     if local.numel() == 0:
         return
-    values = (
-        local
-        if local.is_contiguous()
-        else torch.empty_like(local, memory_format=torch.contiguous_format)
-    )
+    values = local.contiguous()  # itself, or a copy to write from
     flat_values = values.view(-1)
     for start in range(0, local.numel(), _CHUNK_ELEMENTS):
         stop = min(start + _CHUNK_ELEMENTS, local.numel())
