@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_relay.config import RunConfig
 from titan_relay.config.degrees import Degrees, microbatch_rows
@@ -63,22 +63,24 @@ def layer_costs(
     Without a measurement time is multiply-adds, at one rate for all, which orders the levels.
     """
     m = microbatch
-    return [
+    costs = [
         LayerCost(
             layer=layer,
             output_bytes=m.num_tokens
             * (shape.out_features * m.itemsize + shape.num_heads * _LSE_BYTES)
             // m.tp,
             # Scores and their product with the values, half of each masked.
-            output_seconds=m.num_tokens * m.seq_len * shape.out_features / m.tp
-            if measured is None
-            else measured.kernel,
+            output_seconds=m.num_tokens * m.seq_len * shape.out_features / m.tp,
             full_bytes=m.num_tokens * shape.projected_features * m.itemsize // m.tp,
-            full_seconds=m.num_tokens * shape.projection_weights / m.tp
-            if measured is None
-            else measured.projections,
+            full_seconds=m.num_tokens * shape.projection_weights / m.tp,
         )
         for layer, shape in sorted(shapes.items())
+    ]
+    if measured is None:
+        return costs
+    return [
+        replace(cost, output_seconds=measured.kernel, full_seconds=measured.projections)
+        for cost in costs
     ]
 
 
