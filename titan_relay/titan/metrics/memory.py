@@ -37,9 +37,7 @@ class CpuMemoryMonitor:
     """
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
         self.device_name = "CPU"
-        self.device_index = 0
         self.device_capacity = usable_memory_bytes()
         self.device_capacity_gib = self.device_capacity / GIB
         self._measured_peak_bytes = 0
