@@ -54,7 +54,8 @@ def where_key_belongs(path: str) -> str:
     section, _, name = path.rpartition(".")
     elsewhere = [key.section for key in keys().values() if key.name == name]
     if 0 < len(elsewhere) <= 2:
-        return "it belongs " + " or ".join(_in_section(home) for home in elsewhere)
+        top = "at the top of the file, before any [section]"
+        return "it belongs " + " or ".join(f"in [{home}]" if home else top for home in elsewhere)
     members = [key.name for key in keys().values() if key.section == section]
     close = nearest(name, members)
     if close:
@@ -77,7 +78,3 @@ def where_section_belongs(path: str) -> str:
         return f"did you mean [{close}]?"
     top_level = [f"[{section}]" for section in named if "." not in section]
     return f"known: {', '.join(top_level)}"
-
-
-def _in_section(section: str) -> str:
-    return f"in [{section}]" if section else "at the top of the file, before any [section]"
