@@ -1,18 +1,22 @@
 """Ranks that a command starts: rank 0's answer, one failure for all, and no rank left behind."""
 
+import atexit
+import importlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
-from tests.support.distributed import ROOT
+from tests.support.distributed import ROOT, gloo_threads
 from titan_relay.local_ranks import largest, on_ranks
+from titan_relay.moe import Ring, relay_ring
 
 
 def sizes(offset: int) -> tuple[int, str]:
@@ -33,6 +37,26 @@ def test_the_first_rank_answers() -> None:
 def test_a_rank_that_fails_ends_the_others() -> None:
     with pytest.raises(ProcessRaisedException, match="KeyError: 'broken'"):
         on_ranks(fail_on_the_second_rank, world_size=2)
+
+
+def keep_what_can_be_kept(left: Path) -> int:
+    """A group in a circle, its ring until the end, and what an optimizer's first step imports."""
+    circle: list[Any] = [dist.group.WORLD]
+    circle.append(circle)
+    importlib.import_module("torch.distributed.nn.functional")
+    atexit.register(_tell, left / str(dist.get_rank()), relay_ring(circle[0]))
+    return gloo_threads()
+
+
+def _tell(path: Path, ring: Ring) -> None:
+    path.write_text(f"{gloo_threads()} beside a ring of {ring.link.size}")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for threads")
+def test_no_thread_of_a_group_outlives_its_rank(tmp_path: Path) -> None:
+    assert on_ranks(keep_what_can_be_kept, tmp_path, world_size=2) > 0
+    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert left == dict.fromkeys(("0", "1"), "0 beside a ring of 2")
 
 
 # A rank that waits for another, started as a shell's background job is, which ignores SIGINT.

@@ -47,7 +47,7 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
     try:
         yield dist.group.WORLD
     finally:
-        dist.destroy_process_group()
+        private.end_process_groups()
 
 
 @contextmanager
@@ -226,6 +226,13 @@ def named_groups() -> None:
         assert private.group_named(group.group_name) is group
 
 
+def ended_groups() -> None:
+    with one_rank():
+        private.end_process_groups()
+        assert not dist.is_initialized()
+        private.end_process_groups()
+
+
 def timeouts() -> None:
     with one_rank() as group:
         private.set_group_timeout(timedelta(seconds=77), group)
@@ -299,6 +306,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "saves_tensors": saved_tensors,
     "called_as": module_calls,
     "checkpoint_wrapper": wrapped_checkpoint,
+    "end_process_groups": ended_groups,
     "group_named": named_groups,
     "group_timeout": timeouts,
     "set_group_timeout": timeouts,

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from titan_relay.private_torch import end_process_groups
+
 
 def on_ranks(
     work: Callable[..., Any],
@@ -64,7 +66,7 @@ def _rank_main(
     if rank == 0:
         Path(folder, "answer").write_bytes(pickle.dumps(answer))
     dist.barrier()
-    dist.destroy_process_group()
+    end_process_groups()
 
 
 def end_with_parent() -> None:

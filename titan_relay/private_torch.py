@@ -6,13 +6,14 @@ stands here behind a public name that says what it is for and why torch's public
 `tests/test_private_torch.py` tries each. Tested with torch 2.13 and 2.14; in torch 2.11, which the
 base can do with, only those of pipelines are missing.
 
-`torch.distributed` is imported when something of it is used: counting bytes does not need it, and
-DTensor's modules alone take half a second.
+What is large in `torch.distributed` is imported when something of it is used: counting bytes does
+not need it, and DTensor's modules alone take half a second.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -20,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed.nn  # before a process group is made: see end_process_groups
 from torch import nn
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
@@ -230,6 +232,26 @@ def checkpoint_wrapper(module: nn.Module, **kwargs: Any) -> nn.Module:
 
 
 # Process groups. ----------------------------------------------------------------------------------
+
+
+def end_process_groups() -> None:
+    """End this rank's process groups, if it has any, and their threads. Local; call it last, when
+    what used the groups is out of scope.
+
+    gloo joins a group's threads when the last reference to the group goes. A thread that lets go of
+    its last tensor after the interpreter has begun to end asks for the GIL, is ended for it, and
+    C++ aborts the process ("terminate called without an active exception"). So nothing may hold a
+    group for longer. `destroy_process_group` lets go of torch's own references, but the
+    default arguments in `torch.distributed.nn`, which the first optimizer imports, hold for ever
+    the default group that there is at the import: this module imports it while there is none.
+    What is left are circles, which models and meshes are part of, and DTensor's caches of meshes:
+    they cannot all be cleared, but by now the threads have long been done with their last tensors.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -1,14 +1,19 @@
 """``relay_moe`` in other people's code: with torch alone, and in the script of its documentation.
 
-The training script in ``docs/relay_moe.md`` is short, runs as it stands, and learns.
+The training script in ``docs/relay_moe.md`` is short, runs as it stands, learns, and leaves no
+thread that would abort a rank while its interpreter ends.
 """
 
+import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "relay_moe.md"
+import pytest
+
+from tests.support.distributed import ROOT
+
+DOCS = ROOT / "docs" / "relay_moe.md"
 MAX_LINES = 60
 BLOCKER = """
 import sys
@@ -43,16 +48,35 @@ def test_the_script_is_short():
     assert len(lines) <= MAX_LINES
 
 
-def test_the_script_trains_on_two_ranks(tmp_path):
-    path = tmp_path / "train_relay.py"
-    path.write_text(script())
+# Ahead of the script, so that what it registers itself is called first.
+AT_THE_END = """
+import atexit
+from tests.support.distributed import gloo_threads
+atexit.register(lambda: print(f"left: {gloo_threads()}\\n", end="", flush=True))
+"""
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """What the script prints on two ranks."""
+    path = tmp_path_factory.mktemp("script") / "train_relay.py"
+    path.write_text(AT_THE_END + script())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     result = subprocess.run(
         [*launcher, "--nproc_per_node", "2", str(path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert result.returncode == 0, result.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", result.stdout)]
-    assert losses[-1] < 0.8 * losses[0], result.stdout
+    return result.stdout
+
+
+def test_the_script_trains_on_two_ranks(output):
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < 0.8 * losses[0], output
+
+
+def test_the_script_ends_its_groups_threads(output):
+    assert re.findall(r"left: (\d+)", output) == ["0", "0"], output

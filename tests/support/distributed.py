@@ -8,6 +8,7 @@ a rank that fails ends the others and its traceback is shown; ranks that do not 
 call: ``run_jobs`` gives results by name, for a test each, and ``subgroup`` gives smaller groups.
 """
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -115,6 +116,15 @@ def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """A process group of some ranks, made by all of them; None on a rank that is not in it."""
     group = dist.new_group(list(ranks))
     return group if dist.get_rank() in ranks else None
+
+
+def gloo_threads() -> int:
+    """How many threads this process's gloo groups have; Linux tells, elsewhere none is seen."""
+    num_threads = 0
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            num_threads += (task / "comm").read_text() == "pt_gloo_runloop\n"
+    return num_threads
 
 
 def _rank_main(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from titan_relay.moe.errors import RingError, RingMisuseError
 from titan_relay.moe.telemetry import RingCounts
-from titan_relay.private_torch import set_group_timeout
+from titan_relay.private_torch import group_named, set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -138,27 +138,30 @@ class ProcessGroupLink:
     On NCCL the messages of one exchange form one group call on the communicator's own stream,
     which waits for the current stream first; ``wait`` makes the current stream wait for it, and
     the works keep their tensors alive until then. On gloo ``wait`` blocks the process.
+
+    The group is known by its name: the one that refers to it is torch, whose
+    ``destroy_process_group()`` thus ends its threads, also where a caller keeps the ring.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self.rank = dist.get_rank(group)
         self.size = group.size()
-        self._group = group
+        self._group_name = group.group_name
         self.timeout = timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait this long for a neighbour from now on."""
         self.timeout = timeout
-        set_group_timeout(timeout, self._group)
+        set_group_timeout(timeout, group_named(self._group_name))
 
     def start(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> Transfers:
+        group = group_named(self._group_name)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         operations = [
-            dist.P2POp(dist.isend, tensor, group=self._group, group_peer=after) for tensor in sends
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=after) for tensor in sends
         ]
         operations += [
-            dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=before)
-            for tensor in receives
+            dist.P2POp(dist.irecv, tensor, group=group, group_peer=before) for tensor in receives
         ]
         return _Works(dist.batch_isend_irecv(operations), self.timeout)
 
@@ -199,19 +202,23 @@ class Control(Protocol):
 
 
 class ProcessGroupControl:
-    """Over a gloo group of its own, so that it never waits for a device or mixes with messages."""
+    """Over a gloo group of its own, so that it never waits for a device or mixes with messages.
+
+    Known by its name, as a link's is.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group_name = group.group_name
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait this long for the other ranks from now on."""
-        set_group_timeout(timeout, self._group)
+        set_group_timeout(timeout, group_named(self._group_name))
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
+        group = group_named(self._group_name)
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        every = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(every, mine, group=self._group)
+        every = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(every, mine, group=group)
         return [row.tolist() for row in every]
 
 

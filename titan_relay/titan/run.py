@@ -12,13 +12,13 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
 from titan_relay.config import ConfigError, Origins, RunConfig, to_toml
 from titan_relay.config.degrees import global_batch_size
 from titan_relay.data import DataError
 from titan_relay.moe import RingError
+from titan_relay.private_torch import end_process_groups
 from titan_relay.titan.device import on_cpu
 from titan_relay.titan.metrics.folder_lock import FolderError, FolderLock
 from titan_relay.titan.model.balance_hook import NonFiniteRouterError
@@ -74,6 +74,7 @@ def run(config: RunConfig, world_size: int, origins: Origins) -> int:
     finally:
         if lock is not None:
             lock.release()
+        end_process_groups()
 
 
 def _lock_checkpoints(config: RunConfig, rank: int) -> FolderLock | None:
@@ -118,8 +119,6 @@ def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
     finally:
         if trainer is not None:
             trainer.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _train_beside_plan(trainer: RelayTrainer) -> None:
