@@ -22,7 +22,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "titan_relay": (),
     "titan_relay.units": (),
     "titan_relay.private_torch": (),
-    "titan_relay.local_ranks": (),
+    "titan_relay.local_ranks": ("titan_relay.private_torch",),
     "relay_kernels": (),
     "titan_relay.measure": ("titan_relay.units", "titan_relay.private_torch"),
     "titan_relay.recompute": ("titan_relay.measure",),
