@@ -235,8 +235,7 @@ def checkpoint_wrapper(module: nn.Module, **kwargs: Any) -> nn.Module:
 
 
 def end_process_groups() -> None:
-    """End this rank's process groups, if it has any, and their threads. Local; call it last, when
-    what used the groups is out of scope.
+    """End this rank's process groups, if any, and their threads. Local; call it as the last.
 
     gloo joins a group's threads when the last reference to the group goes. A thread that lets go of
     its last tensor after the interpreter has begun to end asks for the GIL, is ended for it, and
@@ -247,10 +246,8 @@ def end_process_groups() -> None:
     What is left are circles, which models and meshes are part of, and DTensor's caches of meshes:
     they cannot all be cleared, but by now the threads have long been done with their last tensors.
     """
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     gc.collect()
 
 
