@@ -156,6 +156,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
         ("model.moe.expert_dim", "32", "was 24"),
         ("model.moe.load_balance_coeff", "0.1", "has no balancing biases"),
         ("checkpoint.load_step", "7", "there: 1, 2"),
+        ("checkpoint.load_step", "0", "there: 1, 2"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_one_line(
@@ -186,6 +187,7 @@ def test_a_damaged_checkpoint_is_one_line_naming_a_whole_one(
     assert result.returncode == 2
     assert "is damaged" in result.stderr
     assert "step 1 with checkpoint.load_step" in result.stderr
+    assert ("if nodes had a folder each" in result.stderr) == (damage == "shard missing")
     assert "Traceback" not in result.stderr
 
 

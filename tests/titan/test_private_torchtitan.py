@@ -72,14 +72,6 @@ def loggers() -> None:
     assert not private.loggers_of(logger)
 
 
-def folder_of_a_step() -> None:
-    from torchtitan.components.checkpointer import CheckpointManager
-
-    manager = CheckpointManager.__new__(CheckpointManager)
-    manager.folder = "checkpoints"
-    assert private.checkpoint_folder(manager, 3) == "checkpoints/step-3"
-
-
 def chunked_head() -> None:
     """The trainer sets the attribute by its name, so it must be one that the class has."""
     from torchtitan.models.common.decoder import Decoder
@@ -125,7 +117,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "set_up_outside_fake": set_up,
     "metrics_rank": rank_with_loss,
     "loggers_of": loggers,
-    "checkpoint_folder": folder_of_a_step,
     "head_is_left_out": chunked_head,
     "routes_evenly": even_routes,
     "even_routing": even_routes,

@@ -45,7 +45,7 @@ class CheckpointConfig:
     """Checkpoints to keep; older ones are deleted. 0: all."""
 
     load_step: int = option(-1, at_least=0, also=(-1,))
-    """Step to resume from. -1: the newest."""
+    """Step to resume from; later checkpoints are renamed, once. -1: the newest."""
 
     exclude_from_loading: tuple[
         Literal["optimizer", "lr_scheduler", "dataloader", "train_state"], ...

@@ -29,8 +29,16 @@ if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
 REPLACED_METHODS: dict[str, tuple[str, ...]] = {
-    # The last checkpoint becomes a whole Hugging Face folder.
-    "torchtitan.components.checkpointer.CheckpointManager": ("_save_last_step",),
+    # One rule for what is a checkpoint, a last one that is a whole Hugging Face folder, and no end
+    # before a thread has saved; the public methods ask first whether checkpoints are on.
+    "torchtitan.components.checkpointer.CheckpointManager": (
+        "_close",
+        "_find_load_step",
+        "_load",
+        "_purge_stale_checkpoints",
+        "_save",
+        "_save_last_step",
+    ),
     # What a block keeps is decided per block; the class has no public method for one block.
     "torchtitan.distributed.activation_checkpoint.ActivationCheckpointing": ("_wrap_block",),
     "torchtitan.distributed.activation_checkpoint.SelectiveAC": ("_wrap_block",),
@@ -120,12 +128,6 @@ def loggers_of(logger: Any) -> Sequence[Any]:
     """The loggers that a `LoggerContainer` writes to; none of a logger that is no container."""
     loggers: Sequence[Any] = getattr(logger, "_loggers", ())
     return loggers
-
-
-def checkpoint_folder(manager: Any, step: int) -> str:
-    """Where a `CheckpointManager` keeps the checkpoint of a step."""
-    folder: str = manager._create_checkpoint_id(step)
-    return folder
 
 
 def head_is_left_out(decoder: Any) -> bool:

@@ -30,6 +30,7 @@ from titan_relay.titan.preflight.model_files import (
     check_tokenizer,
 )
 from titan_relay.titan.preflight.resume import check_checkpoint, check_dump_folder, find_checkpoint
+from titan_relay.titan.preflight.shared_folder import check_shared_folder
 from titan_relay.titan.preflight.summary import log_summary
 from titan_relay.titan.train.build import build_trainer_config
 from titan_relay.titan.train.trainer import RelayTrainer
@@ -70,7 +71,7 @@ def run(config: RunConfig, world_size: int, origins: Origins) -> int:
         logger.info(f"Configuration:\n{to_toml(config)}")
     log_summary(config, world_size)
     try:
-        return _train(trainer_config, rank)
+        return _train(trainer_config, rank, origins)
     finally:
         if lock is not None:
             lock.release()
@@ -87,10 +88,11 @@ def _lock_checkpoints(config: RunConfig, rank: int) -> FolderLock | None:
         raise ConfigError(str(error)) from error
 
 
-def _train(trainer_config: RelayTrainer.Config, rank: int) -> int:
+def _train(trainer_config: RelayTrainer.Config, rank: int, origins: Origins) -> int:
     trainer = None
     try:
         trainer = trainer_config.build()
+        check_shared_folder(trainer_config.run, origins)
         if trainer.metrics_processor.is_metrics_rank:
             logger.setLevel(logging.INFO)  # under pipeline parallelism rank 0 has no loss to report
         _train_beside_plan(trainer)

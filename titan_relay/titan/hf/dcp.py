@@ -117,7 +117,10 @@ class PartsReader:
         for name, end_bytes in ends.items():
             file = self._path / name
             if not file.is_file():
-                raise HfError(f"{self._path} is damaged: {name} is missing")
+                raise HfError(
+                    f"{self._path} is damaged: {name} is missing; if nodes had a folder each, it "
+                    "lies on another's disk"
+                )
             if file.stat().st_size < end_bytes:
                 raise HfError(f"{self._path} is damaged: {name} is cut short")
 

@@ -1,8 +1,8 @@
 """What a run finds in its checkpoint folder, told before anything is built.
 
-torchtitan loads the newest complete checkpoint. This reads the same folder first, so that a
-finished run says so, and a checkpoint that cannot be continued is one line instead of a failure
-inside the distributed loader.
+The run loads the newest complete checkpoint. This reads the same folder first, so that a finished
+run says so, and a checkpoint that cannot be continued is one line instead of a failure inside the
+distributed loader.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_relay.config import Origins, RunConfig
+from titan_relay.config import Origins, RunConfig, to_toml
 from titan_relay.config.errors import Refusal
 from titan_relay.titan.hf.dcp import METADATA, PartsReader
 from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.train.checkpoint_folder import CheckpointFolder
 
 _LANE = re.compile(r"dataloader\.lane_\d+")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -43,18 +44,18 @@ def find_checkpoint(run: RunConfig, origins: Origins) -> FoundCheckpoint | None:
         ConfigError: `checkpoint.load_step` is not there, or the checkpoint is damaged.
     """
     section = run.checkpoint
-    folder = Path(run.dump_folder) / section.folder
-    if not section.enable or section.load_step == 0:  # step 0 loads weights only
+    if not section.enable:
         return None
-    steps = {int(path.name[5:]): path for path in folder.glob("step-*") if path.name[5:].isdigit()}
-    complete = {step: path for step, path in steps.items() if _is_complete(path)}
-    if not complete and section.load_step == -1:
+    folder = CheckpointFolder(Path(run.dump_folder) / section.folder)
+    complete, step = folder.complete(), folder.step_to_load(section.load_step, to_toml(run))
+    if step == -1:
         return None
-    step = max(complete) if section.load_step == -1 else section.load_step
     if step not in complete:
-        there = ", ".join(str(each) for each in sorted(complete)) or "none"
+        there = ", ".join(str(each) for each in complete) or "none"
         raise origins.error(
-            "checkpoint.load_step", step, f"is no complete checkpoint of {folder}; there: {there}"
+            "checkpoint.load_step",
+            step,
+            f"is no complete checkpoint of {folder.path}; there: {there}",
         )
     path = complete[step]
     if not (path / METADATA).is_file():
@@ -62,8 +63,12 @@ def find_checkpoint(run: RunConfig, origins: Origins) -> FoundCheckpoint | None:
     try:
         reader = PartsReader(path)
     except HfError as error:
-        whole = [each for each in sorted(complete) if _is_whole(complete[each])]
-        older = f"go on from step {whole[-1]} with checkpoint.load_step" if whole else "start anew"
+        whole = next((each for each in reversed(complete) if _is_whole(complete[each])), -1)
+        older = (
+            "start anew" if whole == -1 else f"go on from step {whole} with checkpoint.load_step"
+        )
+        if whole == section.load_step != -1:
+            older += f" and without {folder.request}, which says that the run has gone back already"
         raise origins.error(
             "checkpoint.load_step", section.load_step, f"{error}; {older}"
         ) from error
@@ -87,7 +92,8 @@ def _check_data(
     run: RunConfig, found: FoundCheckpoint, global_batch_size: int
 ) -> Iterator[Refusal]:
     """The position in the data is there, and of lanes like this run's."""
-    if "dataloader" in run.checkpoint.exclude_from_loading:
+    starts_data_anew = found.step == 0 or "dataloader" in run.checkpoint.exclude_from_loading
+    if starts_data_anew and found.shapes:
         return
     if found.num_lanes == 0:
         yield Refusal(
@@ -121,11 +127,6 @@ def check_dump_folder(run: RunConfig, origins: Origins) -> None:
         raise origins.error(
             "dump_folder", run.dump_folder, f"cannot be written to: {error.strerror}"
         ) from error
-
-
-def _is_complete(path: Path) -> bool:
-    """Whether torchtitan would take the folder for a checkpoint: its last file is there."""
-    return any((path / name).is_file() for name in (METADATA, "model.safetensors.index.json"))
 
 
 def _is_whole(path: Path) -> bool:

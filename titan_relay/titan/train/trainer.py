@@ -102,6 +102,7 @@ class RelayTrainer(Trainer):
         """Have the experts' kernels compiled, then train."""
         warm_up_kernels(self.config.run, self.parallel_dims.world_size, self.device)
         super().train()
+        self.checkpointer.maybe_wait_for_saving()  # and raise what a thread came to
 
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
