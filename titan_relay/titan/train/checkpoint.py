@@ -13,7 +13,7 @@ tokenizer are there too.
 from __future__ import annotations
 
 import shutil
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class RelayCheckpointManager(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         run: RunConfig
+
+    save_future: Future[Any] | None
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
