@@ -53,18 +53,34 @@ def test_help_has_an_example_and_needs_no_torch(command: str) -> None:
         (["pln"], "titan-relay pln: no such command; did you mean titan-relay plan?"),
         (["--config", "x.toml"], "no such command; did you mean titan-relay train --config?"),
         (["zzz"], f"known: {', '.join(COMMANDS)}"),
-        (["count"], "titan-relay count: the following arguments are required: --config"),
+        (["count"], "titan-relay count: --config is missing"),
         (["train"], "command line: --config is missing"),
-        (["convert", "frm-hf"], "invalid choice: 'frm-hf'"),
+        (["convert", "frm-hf"], "frm-hf: no such action; did you mean from-hf?"),
         (
             ["convert", "config", "--hf-dir", "x", "--config", "y"],
-            "titan-relay convert config: --config: no such option",
+            "titan-relay convert config: --config: no such option; titan-relay train, ",
         ),
         (
             ["compare", "--hf-dir", "x", "--config", "y", "--ep", "2", "--cp", "3"],
             "--cp 3: must divide --ep 2, or be a multiple of it",
         ),
-        (["compare", "--hf-dir", "x", "--config", "y", "--ep", "0"], "--ep: 0 must be at least 1"),
+        (
+            ["compare", "--hf-dir", "x", "--config", "y", "--ep", "0"],
+            "--ep 0: must be a whole number",
+        ),
+        (["compare", "--seed", "9" * 30], "--seed 999999999999999999999999999999: must be at most"),
+        (["compare", "--dispatcher", "x"], "--dispatcher x: must be relay or alltoall"),
+        (["convert", "to-hf", "--shard-gb", "1e300"], "--shard-gb 1e300: must be at most"),
+        (["convert", "to-hf", "--out", __file__], "is a file; name a folder"),
+        (["corpus", "--oot", "x"], "--oot: no such option; did you mean --out?"),
+        (["corpus", "--training.steps", "3"], "--training.steps: not an option; the options are"),
+        (
+            ["count", "--json"],
+            "--json: no such option; titan-relay plan or titan-relay longest has",
+        ),
+        (["train", "--skip", "x"], "--skip: no such option; titan-relay convert has it"),
+        (["train", "--jsno"], "--jsno: no such option; titan-relay train --help lists"),
+        (["help", "pln"], "titan-relay pln: no such command"),
         (["corpus", "--validation-share", "2"], "--validation-share 2: must be below 1"),
     ],
 )
@@ -76,6 +92,116 @@ def test_a_wrong_command_line_is_one_line(
     assert words in error
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+READS_A_RUN = {
+    "train": [],
+    "plan": ["--world-size", "2", "--device", "cpu"],
+    "longest": ["--world-size", "2", "--device", "1"],
+    "count": [],
+    "compare": ["--hf-dir", "x"],
+    "convert": ["--hf-dir", "x"],
+}
+
+
+@pytest.mark.parametrize("command", READS_A_RUN)
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--config", "a.toml", "--config", "b.toml"], "a.toml is given too; name one"),
+        (["--config", ""], "--config"),
+        (["--config", "a.toml", "--confg", "b.toml"], "--confg: no such option; did you mean"),
+        (["--config", "a.toml", "--max-bytes", "3"], "titan-relay corpus has it"),
+    ],
+)
+def test_commands_that_read_a_run_refuse_alike(
+    capsys: pytest.CaptureFixture[str], command: str, wrong: list[str], words: str
+) -> None:
+    action = ["check"] if command == "convert" else []
+    assert main([command, *action, *READS_A_RUN[command], *wrong]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("switch", ["--plan", "--print-config"])
+@pytest.mark.parametrize("command", [name for name in READS_A_RUN if name != "train"])
+def test_what_only_train_can_be_asked_is_not_ignored(
+    capsys: pytest.CaptureFixture[str], command: str, switch: str
+) -> None:
+    action = ["check"] if command == "convert" else []
+    assert main([command, *action, "--config", "a.toml", *READS_A_RUN[command], switch]) == 2
+    assert f"{switch}: no such option; titan-relay train has it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["config", "check", "from-hf", "to-hf"])
+def test_actions_have_an_example(capsys: pytest.CaptureFixture[str], action: str) -> None:
+    assert main(["help", "convert", action]) == 0
+    assert f"\n    titan-relay convert {action} --" in capsys.readouterr().out
+
+
+def test_compare_says_at_once_what_brings_transformers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    assert main(["compare", "--hf-dir", "x", "--config", "y"]) == 2
+    assert "pip install 'titan-relay[compare]'" in capsys.readouterr().err
+
+
+def test_versions_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"titan-relay \S+ \(torch \S+, torchtitan \S+, triton .+\)\n", said)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "x"}, 'environment: RANK = "x": must be a whole number'),
+        ({"RANK": "-1"}, 'environment: RANK = "-1": must be a whole number'),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, 'environment: WORLD_SIZE = "two"'),
+        ({"RANK": "0", "LOCAL_RANK": ""}, 'environment: LOCAL_RANK = ""'),
+        ({"RANK": "00", "WORLD_SIZE": "0"}, "RANK = 0: must be below WORLD_SIZE, which is 0"),
+    ],
+)
+def test_an_environment_that_no_launcher_makes_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    words: str,
+) -> None:
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    assert main(["train", "--config", "unread.toml"]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def in_a_shell(line: str, *, code: int) -> str:
+    """What a line of bash, in which `$R` is titan-relay, says on standard error."""
+    environment = {**os.environ, "R": f"{sys.executable} -m titan_relay"}
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
+def test_a_reader_that_goes_ends_the_command_in_silence() -> None:
+    for arguments in ("train --help", "count --help", "help"):
+        line = f"(sleep 0.2; $R {arguments}) | true; exit ${{PIPESTATUS[0]}}"
+        assert in_a_shell(line, code=141) == ""
+
+
+def test_output_without_room_is_one_line() -> None:
+    for arguments in ("train --help", "count --help", "help"):
+        said = in_a_shell(f"$R {arguments} > /dev/full", code=1)
+        assert said == "error: No space left on device\n"
+
+
+def test_closed_streams_do_no_harm() -> None:
+    assert in_a_shell("$R plan --help >&- 2>&- <&-", code=0) == ""
 
 
 def test_help_lists_every_section() -> None:

@@ -2,22 +2,30 @@
 
 Exit codes of every command: 0; 1 if a run failed or the answer is no (a plan does not fit, two
 models differ); 2 for a mistake of the user's, which is one line without a traceback; 130 after
-Ctrl-C, as shells count. The rest is left to signals and limits.
+Ctrl-C and 141 where nobody reads the output any more, as shells count.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
+from contextlib import suppress
+from importlib import import_module, metadata
+from typing import Any
 
+from titan_relay.commands.arguments import UnknownOption
 from titan_relay.config import ConfigError
+from titan_relay.config.errors import either
 from titan_relay.config.suggest import nearest
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
+EXIT_READER_GONE = 141  # 128 + SIGPIPE
 _SECONDS_FOR_RANK_0 = 5.0
 
 COMMANDS = {
@@ -34,33 +42,44 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; returns the process's exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("--help", "-h"):
-        print(_help_text())
-        return 0
     try:
-        return _run(*arguments)
+        exit_code = _run(*(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is not None:  # None where it was closed before the start
+            sys.stdout.flush()
+        return exit_code
     except ConfigError as error:
-        if _rank() == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if not _others_speak():
+            print(f"error: {_with_owners(error)}", file=sys.stderr, flush=True)
         else:
             # torchrun stops all ranks when the first one ends; let rank 0 speak before that.
             time.sleep(_SECONDS_FOR_RANK_0)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        if _rank() == 0:
+        if not _others_speak():
             print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except OSError as error:
+        return _end_of_files(error)
 
 
-def _run(name: str, *arguments: str) -> int:
+def _run(name: str = "help", *arguments: str) -> int:
+    if name in ("help", "--help", "-h"):
+        if name == "help" and arguments:
+            return _run(*arguments, "--help")
+        print(_help_text())
+        return 0
+    if name == "--version":
+        print(_versions())
+        return 0
     if name not in COMMANDS:
-        guess = f"train {name}" if name.startswith("--") else nearest(name, COMMANDS)
+        guess = f"train {name}" if name.startswith("--") else nearest(name, [*COMMANDS, "help"])
         fix = f"did you mean titan-relay {guess}?" if guess else f"known: {', '.join(COMMANDS)}"
         raise ConfigError(f"titan-relay {name}: no such command; {fix}")
     try:
-        exit_code: int = import_module(f"titan_relay.commands.{name}").main(arguments)
+        exit_code: int = _command(name).main(arguments)
         return exit_code
+    except SystemExit as end:  # argparse ends so after --help
+        return int(end.code or 0)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "titan_relay", "relay_kernels"):
@@ -70,13 +89,68 @@ def _run(name: str, *arguments: str) -> int:
         ) from error
 
 
+def _command(name: str) -> Any:
+    return import_module(f"titan_relay.commands.{name}")
+
+
+def _with_owners(error: ConfigError) -> str:
+    """The message; of an option that other commands have, with their names."""
+    if isinstance(error, UnknownOption):
+        owners = [name for name in COMMANDS if error.option in _command(name).parser().options()]
+        if owners:
+            names = either(f"titan-relay {name}" for name in owners)
+            return f"{error.command}: {error.option}: no such option; {names} has it"
+    return str(error)
+
+
+def _end_of_files(error: OSError) -> int:
+    """The exit code after a file or the output failed, which is said; raises what is our bug."""
+    if _reader_has_gone():  # as in `titan-relay ... | head -1`: nothing to say, to nobody
+        _forget_output()
+        return EXIT_READER_GONE
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        _forget_output()
+    elif error.filename is None:
+        raise error
+    place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    print(f"error: {place}{error.strerror}", file=sys.stderr, flush=True)
+    return EXIT_FAILED
+
+
+def _reader_has_gone() -> bool:
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (AttributeError, TypeError, ValueError):
+        return False  # closed, or no file of the system's
+
+
+def _forget_output() -> None:
+    """Drop what is still to be written: Python would try again, and complain, at exit."""
+    with suppress(AttributeError, ValueError):  # closed, or no file of the system's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _help_text() -> str:
     lines = [f"  {name:<11}{meaning}" for name, meaning in COMMANDS.items()]
-    head = "usage: titan-relay COMMAND ...\n\ncommands:"
-    example = "example:\n  titan-relay train --config train_configs/demo.toml"
+    head = "usage: titan-relay COMMAND ... | help [COMMAND] | --version\n\ncommands:"
+    example = "example:\n  titan-relay train --config FILE.toml"
     tail = "`titan-relay COMMAND --help` says what a command takes, with examples."
     return "\n".join([head, *lines, "", example, "", tail])
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+def _versions() -> str:
+    def version(package: str) -> str:
+        try:
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            return f"{package} not installed"
+
+    own, *others = map(version, ("titan-relay", "torch", "torchtitan", "triton"))
+    return f"{own} ({', '.join(others)})"
+
+
+def _others_speak() -> bool:
+    """Whether torchrun started this process as another rank than 0, which speaks for all."""
+    return os.environ.get("RANK", "").lstrip("0").isdigit()

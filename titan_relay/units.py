@@ -30,6 +30,16 @@ def in_gib(num_bytes: float, decimals: int = 2) -> str:
     return f"{num_bytes / GIB:.{decimals}f} GiB"
 
 
+def in_mb(num_bytes: float) -> str:
+    """Decimal, as files are counted: 1.5 * 10**6 is "1.50 MB"."""
+    return f"{num_bytes / 1e6:.2f} MB"
+
+
+def in_gb(num_bytes: float) -> str:
+    """Decimal, as disks are counted: 1.5 * 10**9 is "1.5 GB"."""
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
 def duration_in_words(seconds: float) -> str:
     """A duration in its two largest units: "2d 03h", "1h 05m", "4m 09s", "12s"."""
     minutes, rest = divmod(round(seconds), 60)

@@ -178,10 +178,20 @@ def test_tokenizer_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         (["--files", str(small), "--out", out, "--text-column", "body"], "columns present: text"),
         (["--files", str(small), "--out", out, "--pattern", "(a"], "is not a valid expression"),
         (["--files", str(small), "--out", out, "--pattern", ""], "is empty"),
-        (["--files", str(small), "--out", out, "--special-tokens", ""], "a token is empty"),
+        (
+            ["--files", str(small), "--out", out, "--special-tokens", ""],
+            "--special-tokens '': is empty",
+        ),
         (["--files", str(small), "--out", out, "--vocab-size", "9" * 14], "must be at most"),
         (["--files", str(small), "--out", str(tmp_path)], "is a folder"),
         (["--files", str(small), "--out", out, "--report", str(tmp_path)], "is a folder"),
+        (["--files", str(small), "--out", ""], "--out '': is empty"),
+        (["--files", "", "--out", out], "--files '': is empty"),
+        (["--files", str(small), "--out", "/dev/null"], "/dev/null: is a device; name a file"),
+        (
+            ["--files", str(small), "--out", out, "--report", "/dev/null/x"],
+            "/dev/null is no folder",
+        ),
         (["--files", str(small), "--out", out, "--pattern", "gpt5"], "not a known pattern"),
     ]
     for options, message in cases:

@@ -38,8 +38,10 @@ def gpus_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
             "--seq-len 64: --training.seq_len is there, too",
         ),
         (["--device", "cpu", "--picture", "a.doc"], "a.doc: must end in one of .svg, .png, .pdf"),
-        (["--device", "cpu", "--picture", "."], ".: is a folder; name a file in it"),
-        (["--device", "cpu", "--picture", "no/a.svg"], "no/a.svg: there is no such folder"),
+        (["--device", "cpu", "--picture", "."], ".: is a folder; name a file"),
+        (["--device", "cpu", "--picture", "/dev/null/a.svg"], "/dev/null is no folder"),
+        (["--device", "cpu", "--rank", "x"], "--rank x: must be a whole number"),
+        (["--device", "1e300"], "unknown device '1e300'"),
     ],
 )
 def test_a_wrong_question_is_one_line(
@@ -55,15 +57,15 @@ def test_a_wrong_question_is_one_line(
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (["--world-size", "0"], "argument --world-size: 0 must be at least 1"),
-        (["--budget-mib", "nan"], "argument --budget-mib: nan must be a number above 0"),
-        (["--budget-mib", "-3"], "argument --budget-mib: -3 must be a number above 0"),
-        (["--variants", "relay-recompute,x"], "argument --variants: 'x' is none of"),
+        (["--world-size", "0"], "--world-size 0: must be a whole number of at least 1"),
+        (["--budget-mib", "nan"], "--budget-mib nan: must be a number above 0"),
+        (["--budget-mib", "-3"], "--budget-mib -3: must be a number above 0"),
+        (["--variants", "relay-recompute,x"], "--variants 'x' is none of"),
         (
             ["--variants", "relay-host,relay-host"],
-            "--variants: 'relay-host' is there twice",
+            "--variants 'relay-host' is there twice",
         ),
-        (["--world-size", "two"], "argument --world-size: 'two' is not a whole number"),
+        (["--world-size", "two"], "--world-size two: must be a whole number"),
         (["--word-size", "2"], "--word-size: no such option; did you mean --world-size?"),
         ([], "--device is missing"),
         (["--device", "1", "--budget-mib", "9"], "the budget of --measure"),
@@ -100,6 +102,19 @@ def test_a_run_for_the_relay_can_be_compared(tmp_path: Path) -> None:
     keys = ["--relay.deterministic", "true", "--relay.kernels", "torch"]
     keys += ["--attention_retention.mode", "auto", "--attention_retention.budget_gib", "1"]
     assert list(runs_of(VARIANTS, str(config_file(tmp_path)), keys, 2)) == list(VARIANTS)
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_plan_needs_no_package_that_writes_curves(tmp_path: Path, package: str) -> None:
+    program = f"import sys; sys.modules['{package}'] = None; from titan_relay.cli import main; "
+    arguments = ["plan", "--config", str(config_file(tmp_path)), "--world-size", "2"]
+    arguments += ["--device", "cpu", f"--metrics.enable_{package}", "true"]
+    done = subprocess.run(
+        [sys.executable, "-c", program + "sys.exit(main(sys.argv[1:]))", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "MiB" in done.stdout
 
 
 def test_a_run_that_does_not_fit_gets_changes_and_a_picture(tmp_path: Path) -> None:

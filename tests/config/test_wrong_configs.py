@@ -62,8 +62,7 @@ def test_report_without_its_package(
     [
         (
             [],
-            "command line: --config is missing: name a TOML file, as in --config "
-            "train_configs/demo.toml",
+            "command line: --config is missing: name a TOML file, as in --config FILE.toml",
         ),
         (["--config"], "command line: --config: needs a value, a file"),
         (

@@ -58,7 +58,7 @@ WITH_TORCHTITAN = ("titan_relay.titan",)
 
 # Names that several modules of the product give to their own part of one idea.
 SHARED_NAMES = {
-    *("Adapter", "build", "main"),
+    *("Adapter", "build", "main", "parser"),
     # A family's parts are configured (``families/parts.py``) under the names of what computes them.
     *("feed_forward", "moe", "rms_norm", "rope"),
 }

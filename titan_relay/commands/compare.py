@@ -1,9 +1,9 @@
 """Compares one step of this trainer with the same step in transformers, for a Hugging Face folder.
 
-    titan-relay compare --hf-dir DIR --config FILE
-    titan-relay compare --hf-dir DIR --config FILE --ep 2 --circulate tokens
-    titan-relay compare --hf-dir DIR --config FILE --ep 2 --dispatcher alltoall
-    titan-relay compare --hf-dir DIR --config FILE --cp 2
+    titan-relay compare --hf-dir DIR --config FILE.toml
+    titan-relay compare --hf-dir DIR --config FILE.toml --ep 2 --circulate tokens
+    titan-relay compare --hf-dir DIR --config FILE.toml --ep 2 --dispatcher alltoall
+    titan-relay compare --hf-dir DIR --config FILE.toml --cp 2
 
 Logits, loss and the gradient of every parameter, in float32, on random tokens. Prints the largest
 differences, each relative to the largest value of its tensor. Exit code 0: all within --tolerance;
@@ -20,10 +20,21 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_relay.commands.arguments import at_least_0, at_least_1, command_parser, parse_with_keys
+from titan_relay.commands.arguments import (
+    CommandParser,
+    a_path,
+    add_config,
+    at_least_0,
+    at_least_1,
+    command_parser,
+    one_of,
+    parse_with_keys,
+    whole_number,
+)
 from titan_relay.config import ConfigError, RunConfig, load_config
 from titan_relay.validate import validate, validate_model
 
@@ -32,6 +43,8 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERS = 1
 _SHOWN = 10
+_MOST_TOKENS = 2**24  # of whose logits several copies are made
+_CIRCULATE = ("auto", "experts", "tokens")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,25 +56,39 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own arguments, and those that are configuration keys."""
+    args, keys = parse_with_keys(parser(), arguments)
+    if args.ep % args.cp and args.cp % args.ep:
+        raise ConfigError(f"--cp {args.cp}: must divide --ep {args.ep}, or be a multiple of it")
+    if args.rows * args.seq_len > _MOST_TOKENS:
+        raise ConfigError(
+            f"--rows {args.rows}: with --seq-len {args.seq_len} that is more than {_MOST_TOKENS} "
+            "tokens; ask for fewer"
+        )
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            "titan-relay compare: transformers is not installed; pip install 'titan-relay[compare]'"
+        )
+    return args, keys
+
+
+def parser() -> CommandParser:
+    """The command's options."""
     parser = command_parser("compare", __doc__)
-    parser.add_argument("--hf-dir", type=Path, required=True, help="the Hugging Face folder")
-    parser.add_argument("--config", required=True, help="the run's TOML file")
+    parser.add_argument("--hf-dir", type=a_path, required=True, help="the Hugging Face folder")
+    add_config(parser)
     parser.add_argument("--ep", type=at_least_1, default=1, help="expert-parallel ranks")
     parser.add_argument("--cp", type=at_least_1, default=1, help="context-parallel ranks")
-    parser.add_argument("--dispatcher", choices=("relay", "alltoall"), default="relay")
-    parser.add_argument("--circulate", choices=("auto", "experts", "tokens"), default="auto")
+    parser.add_argument("--dispatcher", type=one_of("relay", "alltoall"), default="relay")
+    parser.add_argument("--circulate", type=one_of(*_CIRCULATE), default="auto")
     parser.add_argument("--rows", type=at_least_1, default=2, help="sequences (default 2)")
     parser.add_argument(
         "--seq-len", type=at_least_1, default=64, help="tokens of each (default 64)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random tokens")
+    parser.add_argument("--seed", type=whole_number, default=0, help="of the random tokens")
     parser.add_argument(
         "--tolerance", type=at_least_0, default=1e-5, help="relative (default 1e-5)"
     )
-    args, keys = parse_with_keys(parser, arguments)
-    if args.ep % args.cp and args.cp % args.ep:
-        raise ConfigError(f"--cp {args.cp}: must divide --ep {args.ep}, or be a multiple of it")
-    return args, keys
+    return parser
 
 
 def _compare(args: argparse.Namespace, config: RunConfig) -> Comparison:

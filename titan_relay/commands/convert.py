@@ -1,11 +1,9 @@
 """Converts weights between Hugging Face folders and this project's checkpoints.
 
     titan-relay convert config --hf-dir DIR
-        prints the [model] section of the folder's config.json
-    titan-relay convert check --hf-dir DIR --config FILE
-        compares configuration, names and shapes, and lists what is missing or unexpected
-    titan-relay convert from-hf --hf-dir DIR --config FILE --out CHECKPOINT
-    titan-relay convert to-hf --checkpoint CHECKPOINT --config FILE --out DIR
+    titan-relay convert check --hf-dir DIR --config FILE.toml
+    titan-relay convert from-hf --hf-dir DIR --config FILE.toml --out CHECKPOINT
+    titan-relay convert to-hf --checkpoint CHECKPOINT --config FILE.toml --out DIR
 
 Weights go through memory a few tensors at a time, whatever the size of the model. A conversion that
 is killed goes on where it was when the same command is given again. Any key of the configuration
@@ -19,14 +17,40 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from titan_relay.commands.arguments import above_0, command_parser, refuse_typos
+from titan_relay.commands.arguments import (
+    CommandParser,
+    a_path,
+    above_0,
+    add_config,
+    command_parser,
+    folder_to_write,
+    one_of,
+    refuse_keys,
+    refuse_unknown_options,
+)
 from titan_relay.config import ConfigError, RunConfig, load_config
+from titan_relay.config.errors import either
+from titan_relay.config.suggest import nearest
 from titan_relay.units import in_gib
 from titan_relay.validate import validate_model
 
 DTYPES = ("float32", "bfloat16", "float16")
+_ACTIONS = {
+    "config": ("print the [model] section of a folder's config.json", "--hf-dir DIR"),
+    "check": (
+        "compare configuration, names and shapes, and list what is missing or unexpected",
+        "--hf-dir DIR --config FILE.toml",
+    ),
+    "from-hf": (
+        "convert a Hugging Face folder to a checkpoint",
+        "--hf-dir DIR --config FILE.toml --out CHECKPOINT",
+    ),
+    "to-hf": (
+        "convert a checkpoint to a Hugging Face folder",
+        "--checkpoint CHECKPOINT --config FILE.toml --out DIR",
+    ),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,38 +78,56 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own arguments, and those that are configuration keys."""
+def parser() -> CommandParser:
+    """The command's options, an action's in a parser of its own."""
     parser = command_parser("convert", __doc__)
-    actions = parser.add_subparsers(dest="action", required=True)
-    config = actions.add_parser("config", help="print [model] of a folder's config.json")
-    check = actions.add_parser("check", help="compare a folder with a configuration")
-    from_hf = actions.add_parser("from-hf", help="Hugging Face folder to checkpoint")
-    to_hf = actions.add_parser("to-hf", help="checkpoint to Hugging Face folder")
+    into = parser.add_subparsers(dest="action", required=True)
+    for name, (text, options) in _ACTIONS.items():
+        about = f"{text[0].upper()}{text[1:]}.\n\n    titan-relay convert {name} {options}"
+        parser.actions[name] = into.add_parser(name, help=text, description=about)
+    config, check, from_hf, to_hf = parser.actions.values()
     for each in (config, check, from_hf):
-        each.add_argument("--hf-dir", type=Path, required=True, help="the Hugging Face folder")
+        each.add_argument("--hf-dir", type=a_path, required=True, help="the Hugging Face folder")
     for each in (check, from_hf, to_hf):
-        each.add_argument("--config", required=True, help="the run's TOML file")
+        add_config(each)
     for each in (check, from_hf):
         each.add_argument(
             "--skip", default="", help="regular expression: tensors to leave out, if unexpected"
         )
-    to_hf.add_argument("--checkpoint", type=Path, required=True, help="a step-N folder, as a rule")
+    to_hf.add_argument(
+        "--checkpoint", type=a_path, required=True, help="a step-N folder, as a rule"
+    )
     to_hf.add_argument(
         "--assets",
-        type=Path,
+        type=a_path,
         help="folder with config.json and tokenizer files to copy (default: config.json of the "
         "folder that the checkpoint was converted from, tokenizer of the configuration)",
     )
     to_hf.add_argument("--shard-gb", type=above_0, default=5.0, help="largest file (default 5)")
     for each in (from_hf, to_hf):
-        each.add_argument("--out", type=Path, required=True, help="an empty or new folder")
-        each.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as it is)")
-    args, keys = parser.parse_known_args(arguments)
-    chosen = actions.choices[args.action]
-    refuse_typos(chosen, keys)
-    if args.action == "config" and keys:
-        chosen.error(f"{keys[0]}: no such option")
+        each.add_argument(
+            "--out", type=folder_to_write, required=True, help="an empty or new folder"
+        )
+        each.add_argument(
+            "--dtype", type=one_of(*DTYPES),
+            help=f"{either(DTYPES)}, of the parameters (default: as it is)",
+        )  # fmt: skip
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own arguments, and those that are configuration keys."""
+    made = parser()
+    if arguments and arguments[0] not in ("-h", "--help"):
+        name = arguments[0]
+        if name not in made.actions:
+            close = nearest(name, made.actions)
+            fix = f"did you mean {close}?" if close else f"name one of {either(made.actions)} first"
+            made.error(f"{name}: no such action; {fix}")
+        refuse_unknown_options(made.actions[name], arguments)
+    args, keys = made.parse_known_args(arguments)
+    if args.action == "config":
+        refuse_keys(made.actions["config"], keys)
     return args, keys
 
 
@@ -105,7 +147,7 @@ def _convert(args: argparse.Namespace, run: RunConfig) -> None:
         if args.assets and not args.assets.is_dir():
             raise ConfigError(f"--assets {args.assets}: no such folder")
         tokenizer = [] if args.assets else tokenizer_of(run.tokenizer)
-        options = ExportOptions(dtype, args.assets, tokenizer, int(args.shard_gb * 1e9))
+        options = ExportOptions(dtype, args.assets, tokenizer, max(1, int(args.shard_gb * 1e9)))
         to_hf(args.checkpoint, run.model, args.out, options)
     print(
         f"{args.out}: done in {time.monotonic() - start:.0f} s, "

@@ -11,9 +11,18 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_relay.commands.arguments import above_0, at_least_1, command_parser
+from titan_relay.commands.arguments import (
+    CommandParser,
+    a_path,
+    above_0,
+    at_least_1,
+    command_parser,
+    folder_to_write,
+    parse,
+)
 from titan_relay.config import ConfigError
 from titan_relay.data.corpus import collect, write_part
+from titan_relay.units import in_mb
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,23 +34,21 @@ def main(arguments: Sequence[str]) -> int:
             f"{len(corpus.validation)} validation files, and both are needed: raise --max-bytes or "
             "--validation-share, or give another folder"
         )
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for part, documents in (("train", corpus.train), ("validation", corpus.validation)):
-            path = args.out / f"{part}.jsonl"
-            num_bytes = write_part(path, documents)
-            print(f"{path}: {len(documents)} documents, {num_bytes / 1e6:.2f} MB")
-    except OSError as error:
-        raise ConfigError(f"--out {args.out}: cannot be written: {error}") from error
+    args.out.mkdir(parents=True, exist_ok=True)
+    for part, documents in (("train", corpus.train), ("validation", corpus.validation)):
+        path = args.out / f"{part}.jsonl"
+        num_bytes = write_part(path, documents)
+        print(f"{path}: {len(documents)} documents, {in_mb(num_bytes)}")
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(corpus.left_out.items()))
     print(f"left out: {reasons or 'nothing'}")
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parser() -> CommandParser:
+    """The command's options."""
     parser = command_parser("corpus", __doc__)
     parser.add_argument(
-        "--out", type=Path, default=Path("outputs/corpus"),
+        "--out", type=folder_to_write, default="outputs/corpus",
         help="folder to write (default outputs/corpus)",
     )  # fmt: skip
     parser.add_argument("--max-bytes", type=at_least_1, help="take at most this much text")
@@ -51,11 +58,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--source",
-        type=Path,
+        type=a_path,
         default=Path(sysconfig.get_path("stdlib")),
         help="folder of Python files (default: this interpreter's standard library)",
     )
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    args = parse(parser(), arguments)
     if args.validation_share >= 1:
         raise ConfigError(f"--validation-share {args.validation_share:g}: must be below 1")
     if not args.source.is_dir():

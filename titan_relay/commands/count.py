@@ -1,6 +1,6 @@
 """How many parameters a configuration's model has, and what a token costs in training.
 
-    titan-relay count --config train_configs/qwen3_30b_a3b.toml
+    titan-relay count --config FILE.toml
 
 Further arguments are configuration keys, as for train: `--training.seq_len 32768`. Needs no memory:
 the model is built without its weights.
@@ -10,19 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan_relay.commands.arguments import command_parser, parse_with_keys
+from titan_relay.commands.arguments import (
+    CommandParser,
+    add_config,
+    command_parser,
+    parse_with_keys,
+)
 from titan_relay.config import RunConfig, load_config
 from titan_relay.validate import validate_model
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = command_parser("count", __doc__)
-    parser.add_argument("--config", required=True, help="the run's TOML file")
-    args, keys = parse_with_keys(parser, arguments)
+    args, keys = parse_with_keys(parser(), arguments)
     loaded = load_config(["--config", args.config, *keys])
     validate_model(loaded.config, loaded.origins)
     print(_report(loaded.config))
     return 0
+
+
+def parser() -> CommandParser:
+    """The command's options."""
+    made = command_parser("count", __doc__)
+    add_config(made)
+    return made
 
 
 def _report(run: RunConfig) -> str:

@@ -1,7 +1,7 @@
 """The longest sequence that fits a device, for several ways to run the same model.
 
-    titan-relay longest --config FILE --world-size 16 --device h100-80g
-    titan-relay longest --config FILE --world-size 4 --measure --budget-mib 400
+    titan-relay longest --config FILE.toml --world-size 16 --device h100-80g
+    titan-relay longest --config FILE.toml --world-size 4 --measure --budget-mib 400
 
 Searches over the planner: every try is the trainer's own step on fake tensors (a deep model's from
 two shallow ones). With --measure every try is a real step on CPU ranks that this starts, and the
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titan_relay.commands.arguments import (
+    CommandParser,
     above_0,
     add_run_options,
     at_least_1,
@@ -37,7 +38,7 @@ _BFLOAT16 = 2  # bytes
 
 
 def main(arguments: Sequence[str]) -> int:
-    args, keys = _parse(arguments)
+    args, keys = parse_with_keys(parser(), arguments)
     _check(args)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake CPU tensors stand for a device's
     runs = runs_of(args.variants, args.config, keys, args.world_size)
@@ -61,8 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if any(result.max_seq_len for result in results) else EXIT_NOTHING_FITS
 
 
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own arguments, and those that are configuration keys."""
+def parser() -> CommandParser:
+    """The command's options."""
     parser = command_parser("longest", __doc__)
     add_run_options(parser, device_needed=False)
     parser.add_argument(
@@ -76,7 +77,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="also say what the growth per token would be at N layers that keep their input only",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    return parse_with_keys(parser, arguments)
+    return parser
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """What a run needs before it starts: memory by owner, the relay's rings, whether it fits.
 
-    titan-relay plan --config train_configs/demo.toml --world-size 4 --device cpu
-    titan-relay plan --config FILE --world-size 64 --device h100-80g --seq-len 65536
+    titan-relay plan --config FILE.toml --world-size 4 --device cpu
+    titan-relay plan --config FILE.toml --world-size 64 --device h100-80g --seq-len 65536
 
 Runs the trainer's own step on fake tensors for one rank of `--world-size`; needs no GPU, no data
 and no other process. Further arguments are configuration keys, as for train. Exit code 1: it does
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from titan_relay.commands.arguments import (
+    CommandParser,
     above_0,
     add_run_options,
     at_least_1,
@@ -26,6 +27,7 @@ from titan_relay.commands.arguments import (
     device_of,
     parse_with_keys,
     picture_to_write,
+    whole_number,
 )
 from titan_relay.config import ConfigError, Loaded, RunConfig, load_config
 from titan_relay.validate import validate
@@ -35,7 +37,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    args, keys = _parse(arguments)
+    args, keys = parse_with_keys(parser(), arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake CPU tensors stand for a device's
     loaded = _load(args.config, keys, args.seq_len)
     validate(loaded.config, args.world_size, loaded.origins, files=False)
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         tell("Looking for changes that would make it fit ...")
         changes = nearest_changes(run, args.world_size, device, plan.peak_bytes, **about)
     if args.picture:
+        args.picture.parent.mkdir(parents=True, exist_ok=True)
         title = f"{args.config}, rank {args.rank} of {args.world_size} on {device.name}"
         draw_step(plan.memory.curve, title, args.picture, device.usable_bytes)
     if args.json:
@@ -68,12 +71,12 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_DOES_NOT_FIT if plan.fits is False else 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own arguments, and those that are configuration keys."""
+def parser() -> CommandParser:
+    """The command's options."""
     parser = command_parser("plan", __doc__)
     add_run_options(parser, device_needed=True)
     parser.add_argument("--seq-len", type=at_least_1, help="instead of training.seq_len")
-    parser.add_argument("--rank", type=int, default=0, help="whose step (default 0)")
+    parser.add_argument("--rank", type=whole_number, default=0, help="whose step (default 0)")
     parser.add_argument(
         "--skew", type=above_0, default=1.0,
         help="rows that the all-to-all brings the rank, over a balanced router's (default 1)",
@@ -82,7 +85,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--picture", type=picture_to_write, metavar="FILE.svg", help="draw memory over the step"
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    return parse_with_keys(parser, arguments)
+    return parser
 
 
 def _load(config: str, keys: list[str], seq_len: int | None) -> Loaded:
@@ -101,7 +104,7 @@ def _load(config: str, keys: list[str], seq_len: int | None) -> Loaded:
 
 def _check(args: argparse.Namespace, run: RunConfig) -> None:
     """Raise `ConfigError` for a rank or a skew that the run does not have."""
-    if not 0 <= args.rank < args.world_size:
+    if args.rank >= args.world_size:
         highest = args.world_size - 1
         raise ConfigError(f"--rank {args.rank}: must be from 0 to {highest}, below --world-size")
     if args.skew != 1 and run.relay.dispatcher == "relay":

@@ -13,9 +13,15 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from titan_relay.commands.arguments import at_least_1, command_parser
+from titan_relay.commands.arguments import (
+    CommandParser,
+    at_least_1,
+    command_parser,
+    file_to_write,
+    not_empty,
+    parse,
+)
 from titan_relay.config import ConfigError
 from titan_relay.config.schema_data import TokenizerConfig
 from titan_relay.config.toml import dump_tables
@@ -49,25 +55,35 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parser() -> CommandParser:
+    """The command's options."""
     parser = command_parser("tokenizer", __doc__)
     parser.add_argument(
-        "--files", nargs="+", required=True, help="files or globs (.jsonl .json .parquet .txt)"
+        "--files", nargs="+", type=not_empty, required=True,
+        help="files or globs (.jsonl .json .parquet .txt)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--text-column", type=not_empty, default="text", help="column that holds the text"
     )
-    parser.add_argument("--text-column", default="text", help="column that holds the text")
-    parser.add_argument("--out", type=Path, required=True, help="rank file to write")
+    parser.add_argument("--out", type=file_to_write, required=True, help="rank file to write")
     parser.add_argument(
         "--vocab-size", type=at_least_1, default=4096,
         help="number of ids, special tokens included (default 4096)",
     )  # fmt: skip
     parser.add_argument(
-        "--pattern", default=DEFAULT_PATTERN, help="name of a split pattern, or an expression"
-    )
+        "--pattern", type=not_empty, default=DEFAULT_PATTERN,
+        help="name of a split pattern, or an expression",
+    )  # fmt: skip
     parser.add_argument(
-        "--special-tokens", nargs="*", default=["<|endoftext|>"], help="they take the last ids"
-    )
-    parser.add_argument("--report", type=Path, help="write the corpus statistics as JSON here")
-    args = parser.parse_args(arguments)
+        "--special-tokens", nargs="*", type=not_empty, default=["<|endoftext|>"],
+        help="they take the last ids",
+    )  # fmt: skip
+    parser.add_argument("--report", type=file_to_write, help="write the corpus statistics as JSON")
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    args = parse(parser(), arguments)
     smallest = NUM_BYTES + len(args.special_tokens)
     if args.vocab_size < smallest:
         raise ConfigError(
@@ -76,13 +92,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
     if args.vocab_size > _MOST_IDS:
         raise ConfigError(f"--vocab-size {args.vocab_size}: must be at most {_MOST_IDS}")
-    if not args.pattern:
-        raise ConfigError("--pattern '': is empty; leave it out for the default")
-    if "" in args.special_tokens:
-        raise ConfigError("--special-tokens '': a token is empty; leave the option's value out")
-    for option, path in (("--out", args.out), ("--report", args.report)):
-        if path is not None and path.is_dir():
-            raise ConfigError(f"{option} {path}: is a folder; name a file in it")
     if len(set(args.special_tokens)) != len(args.special_tokens):
         raise ConfigError(f"--special-tokens {' '.join(args.special_tokens)}: one is named twice")
     return args
@@ -98,10 +107,7 @@ def _train(args: argparse.Namespace, documents: LocalDocuments) -> TokenizerConf
             f"--vocab-size {args.vocab_size}: is too large for this text, which gives only "
             f"{len(ranks) + len(args.special_tokens)} ids; ask for fewer or add --files"
         )
-    try:
-        write_rank_file(args.out, ranks)
-    except OSError as error:
-        raise ConfigError(f"--out {args.out}: cannot be written: {error}") from error
+    write_rank_file(args.out, ranks)
     print(f"trained {len(ranks)} ranks in {time.monotonic() - started:.1f} s -> {args.out}")
     eos = args.special_tokens[0] if args.special_tokens else None
     return TokenizerConfig(

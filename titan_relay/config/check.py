@@ -34,7 +34,7 @@ def check_keys(config: RunConfig, world_size: int, origins: Origins, *, files: b
         _check_debug(config),
         _check_profiler(config),
         _check_checkpoint(config, files=files),
-        _check_reporting(config),
+        _check_reporting(config, files=files),
     )
 
 
@@ -123,13 +123,13 @@ def _check_debug(config: RunConfig) -> Iterator[Refusal]:
         yield Refusal("debug.deterministic_warn_only", "needs debug.deterministic = true")
 
 
-def _check_reporting(config: RunConfig) -> Iterator[Refusal]:
-    """Yield a `Refusal` for a report whose package is not installed."""
+def _check_reporting(config: RunConfig, *, files: bool) -> Iterator[Refusal]:
+    """Yield a `Refusal` for a report that is to be written and whose package is not installed."""
     for key, wanted, package in (
         ("metrics.enable_tensorboard", config.metrics.enable_tensorboard, "tensorboard"),
         ("metrics.enable_wandb", config.metrics.enable_wandb, "wandb"),
     ):
-        if wanted and importlib.util.find_spec(package) is None:
+        if files and wanted and importlib.util.find_spec(package) is None:
             yield Refusal(key, f"the package {package} is not installed; install it, or use false")
 
 

@@ -100,7 +100,7 @@ def _setting(name: str, text: str | None) -> Setting:
 
 
 def _needed(name: str, text: str | None) -> str:
-    if text is not None:
+    if text is not None and (text or name != "config"):
         return text
     wanted = "a file" if name == "config" else expectation(keys()[name].type, keys()[name].rule)
     raise ConfigError(f"{COMMAND_LINE}: --{name}: needs a value, {wanted}")

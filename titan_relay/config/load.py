@@ -47,8 +47,7 @@ def load(command: CommandLine) -> Loaded:
     """The configuration that a parsed command line asks for; raises `ConfigError`."""
     if command.config_file is None:
         raise ConfigError(
-            f"{COMMAND_LINE}: --config is missing: name a TOML file, "
-            "as in --config train_configs/demo.toml"
+            f"{COMMAND_LINE}: --config is missing: name a TOML file, as in --config FILE.toml"
         )
     named_at = Place(COMMAND_LINE, "--config")
     settings = _read_over_bases(Path(command.config_file), named_at, ()) | dict(command.settings)

@@ -81,9 +81,8 @@ usage: titan-relay train --config FILE.toml [--section.key value ...]
 
 Trains the model that FILE.toml describes, on one process or, below torchrun, on many:
 
-  titan-relay train --config train_configs/demo.toml
-  torchrun --nproc_per_node 4 train.py --config train_configs/demo.toml
-  torchrun --nproc_per_node 4 -m titan_relay train --config train_configs/demo.toml
+  titan-relay train --config FILE.toml
+  torchrun --nproc_per_node 4 -m titan_relay train --config FILE.toml
 
 Every key below can be written in the file, as "key = value" under [section], or given here, which
 takes precedence:

@@ -63,8 +63,9 @@ def where_key_belongs(path: str) -> str:
     close = nearest(path, keys())
     if close:
         return f"did you mean {close}?"
-    where = f"[{section}]" if section else "no section"
-    return f"known in {where}: {', '.join(members)}"
+    if not section:
+        return "titan-relay train --help lists the options and all keys"
+    return f"known in [{section}]: {', '.join(members)}"
 
 
 def where_section_belongs(path: str) -> str:

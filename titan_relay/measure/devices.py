@@ -22,6 +22,7 @@ _NAMES = ", ".join((*_CAPACITY_MIB, CPU))
 
 # What live tensors cannot have of a device: the driver's context, communication buffers, library
 # workspaces, and what an allocator loses between blocks.
+_MOST_GIB = 2**30  # of a device; more is a slip
 RESERVED_SHARE = 0.08
 
 
@@ -60,7 +61,7 @@ def device_named(name: str) -> Device:
         num_gib = float(name)
     except ValueError:
         num_gib = 0.0
-    if not 0 < num_gib < float("inf"):
+    if not 0 < num_gib < _MOST_GIB:
         close = get_close_matches(lower, [*_CAPACITY_MIB, CPU], n=1)
         guess = f"did you mean {close[0]}? " if close else ""
         raise ValueError(

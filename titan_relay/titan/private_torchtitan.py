@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +70,12 @@ def adapt_torchtitan(*, cpu: bool) -> None:
         utils.device_module = cpu_module
         utils.get_local_device = _cpu_device
         utils.get_peak_flops = _no_peak_flops
+
+    if find_spec("tensorboard") is None:
+        # `torchtitan.components.metrics` imports the writer even where nothing is written.
+        unwritten = ModuleType("torch.utils.tensorboard")
+        vars(unwritten)["SummaryWriter"] = None
+        sys.modules[unwritten.__name__] = unwritten
 
     import torchtitan.distributed.utils as distributed_utils
 

@@ -117,7 +117,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise HfError(f"{path}: no such folder; name a Hugging Face folder")
     if not path.is_dir():
         raise HfError(f"{path} is a file; name the Hugging Face folder that holds {CONFIG}")
-    if not (path / CONFIG).is_file():
+    if not (path / CONFIG).exists():
         raise HfError(f"{path} has no {CONFIG}; name a Hugging Face folder")
     return read_json(path / CONFIG)
 

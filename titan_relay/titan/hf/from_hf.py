@@ -30,6 +30,7 @@ from titan_relay.titan.hf.folder import (
 from titan_relay.titan.hf.names import Entry, NameMap
 from titan_relay.titan.hf.progress import Journal, OnDone, Progress, ignore
 from titan_relay.titan.hf.safetensors_file import StoredTensor
+from titan_relay.units import in_gb
 
 ASSETS = "hf"
 JOURNAL = ".conversion.jsonl"
@@ -109,8 +110,8 @@ def open_journal(out: Path, work: object, num_bytes: int) -> Journal:
         there_bytes = sum(each.stat().st_blocks * 512 for each in out.iterdir() if each.is_file())
         if num_bytes > free_bytes + there_bytes:
             raise HfError(
-                f"{out}: {num_bytes / 1e9:.1f} GB are to be written, and "
-                f"{(free_bytes + there_bytes) / 1e9:.1f} GB are free"
+                f"{out}: {in_gb(num_bytes)} are to be written, and "
+                f"{in_gb(free_bytes + there_bytes)} are free"
             )
         journal = Journal(path, work)
     except OSError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchtitan.tools.utils import Color, NoColor
 
 from titan_relay.titan.metrics.speed import Speed
-from titan_relay.units import duration_in_words
+from titan_relay.units import GIB, duration_in_words, in_gib
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,9 @@ def validation_line(
 def _memory(curves: Mapping[str, float]) -> str:
     """What is tight first: the allocator's reserve on a device, the resident set on CPU."""
     if "memory/reserved_peak(GiB)" in curves:
-        return (
-            f"{curves['memory/reserved_peak(GiB)']:.2f} GiB "
-            f"({curves['memory/reserved_peak(%)']:.0f}%)"
-        )
-    resident = curves.get("memory/rss(GiB)", curves.get("memory/rss_peak(GiB)", 0.0))
+        reserved = in_gib(curves["memory/reserved_peak(GiB)"] * GIB)
+        return f"{reserved} ({curves['memory/reserved_peak(%)']:.0f}%)"
+    resident = in_gib(curves.get("memory/rss(GiB)", curves.get("memory/rss_peak(GiB)", 0.0)) * GIB)
     if "memory/live_peak(GiB)" in curves:
-        return f"{resident:.2f} GiB (tensors {curves['memory/live_peak(GiB)']:.3f})"
-    return f"{resident:.2f} GiB"
+        return f"{resident} (tensors {curves['memory/live_peak(GiB)']:.3f})"
+    return resident

@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 from titan_relay.measure import LiveBytes
 from titan_relay.measure.storages import Trackable
 from titan_relay.titan.device import on_cpu
-from titan_relay.units import GIB
+from titan_relay.units import GIB, in_gib
 
 
 class CpuMemoryMonitor:
@@ -110,7 +110,7 @@ def build_memory_monitor() -> CpuMemoryMonitor | DeviceMemoryMonitor:
     if not on_cpu():
         return build_device_memory_monitor()
     monitor = CpuMemoryMonitor()
-    logger.info(f"CPU: this process may use {monitor.device_capacity_gib:.2f} GiB of memory")
+    logger.info(f"CPU: this process may use {in_gib(monitor.device_capacity)} of memory")
     return monitor
 
 

@@ -46,7 +46,7 @@ from titan_relay.titan.metrics.over_ranks import (
 from titan_relay.titan.metrics.speed import Speed, SpeedMeter, TimeLeft, known_peak_flops
 from titan_relay.titan.metrics.tensorboard import CurveLogger
 from titan_relay.titan.private_torchtitan import loggers_of, metrics_rank
-from titan_relay.units import GIB
+from titan_relay.units import GIB, in_gib
 
 
 @dataclass(frozen=True)
@@ -278,11 +278,12 @@ class RelayMetricsProcessor(MetricsProcessor):
         return monitor.measure_live(*(self.model_parts or ()), *optimizers)
 
     def _report_out_of_memory(self, step: int) -> None:
-        stats = self.device_memory_monitor.get_peak_stats()
+        monitor = self.device_memory_monitor
+        stats = monitor.get_peak_stats()
         logger.error(
-            f"Out of memory in step {step}: at most {stats.max_active_gib:.2f} GiB were live and "
-            f"{stats.max_reserved_gib:.2f} GiB reserved, of "
-            f"{self.device_memory_monitor.device_capacity_gib:.2f} GiB"
+            f"Out of memory in step {step}: at most {in_gib(stats.max_active_gib * GIB)} were live "
+            f"and {in_gib(stats.max_reserved_gib * GIB)} reserved, of "
+            f"{in_gib(monitor.device_capacity)}"
         )
 
     def _global_tokens(self, num_tokens: int) -> float:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 
 from titan_relay.titan.metrics.folder_lock import FolderError, FolderLock
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # A file from this far in the future is another clock's, not the last run's of a moment ago.
 _LONGEST_WAIT_SECONDS = 3.0
@@ -81,6 +84,8 @@ class CurveLogger(BaseLogger):
         first_step = self._first_step()
         purge_step = step if first_step is None else first_step
         logger.info(f"TensorBoard curves from step {purge_step} on go to {self._folder}")
+        from torch.utils.tensorboard import SummaryWriter  # plans are made without the package
+
         return SummaryWriter(str(self._folder), max_queue=1000, purge_step=purge_step)
 
 
