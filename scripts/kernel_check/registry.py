@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_check.example_layers import EXAMPLE_LAYERS, ExampleLayer
 from kernel_check.variant import KernelVariant
-from relay_kernels.triton.launch import Launch, config_for
+from relay_kernels.triton.launch import Launch, config_for, narrow_config
 from relay_kernels.triton.launch_backward import (
     bias_gradient_launches,
     dw2_launch,
@@ -23,11 +23,8 @@ from relay_kernels.triton.launch_backward import (
     score_parts,
 )
 from relay_kernels.triton.launch_forward import down_launch, sum_rows_launch, up_gate_launch
-from relay_kernels.triton.launch_routing import (
-    count_keys_launch,
-    place_rows_launch,
-    route_config,
-)
+from relay_kernels.triton.launch_routing import routing_launch
+from relay_kernels.triton.routing import count_keys_kernel, place_rows_kernel
 
 _ALIGNMENT = 16  # what Triton takes pointers and sizes to be divisible by when they are
 _TRITON_TYPES = {
@@ -84,14 +81,16 @@ def _experts(layer: ExampleLayer, arch: str, dtype: torch.dtype) -> Iterator[_Na
 
 
 def _routing(layer: ExampleLayer, arch: str) -> Iterator[_Named]:
-    config = route_config(arch)
+    config = narrow_config("route", torch.int32, arch)
     ids_N = torch.empty(layer.num_rows, dtype=torch.int64, device="meta")
     counts = torch.empty(1, dtype=torch.int32, device="meta")
+    places = {"rows_ptr": counts, "begins_ptr": counts}
     for num_slices in (1, 2):
         sizes = (layer.num_experts, num_slices, layer.num_rows // num_slices)
         suffix = f"{layer.name}/{num_slices} slices"
-        yield f"count_keys/{suffix}", count_keys_launch(counts, ids_N, sizes, config), False
-        launch = place_rows_launch(counts, counts, ids_N, sizes, config)
+        launch = routing_launch(count_keys_kernel, {"counts_ptr": counts}, ids_N, sizes, config)
+        yield f"count_keys/{suffix}", launch, False
+        launch = routing_launch(place_rows_kernel, places, ids_N, sizes, config)
         yield f"place_rows/{suffix}", launch, False
 
 

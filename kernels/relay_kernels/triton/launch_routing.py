@@ -3,6 +3,8 @@
 Shape legend: N = T * K rows, C = E * S keys, B blocks of rows.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from relay_kernels.triton.launch import Launch, cdiv, narrow_config, power_of_2
@@ -17,7 +19,7 @@ def counting_sort(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``routing.route_rows`` by the kernels."""
     device, num_keys = expert_ids_TK.device, num_experts * num_slices
-    config = route_config(arch_of(device))
+    config = narrow_config("route", torch.int32, arch_of(device))
     ids_N = expert_ids_TK.reshape(-1)
     num_blocks = cdiv(ids_N.numel(), config.constexprs["BLOCK_M"])
     shape = (num_blocks, power_of_2(num_keys + 1))
@@ -29,44 +31,26 @@ def counting_sort(
     # One slice may say any length.
     rows_per_slice = expert_ids_TK.shape[1] * slice_length if num_slices > 1 else ids_N.numel()
     sizes = (num_experts, num_slices, rows_per_slice)
-    count_keys_launch(counts_BC, ids_N, sizes, config).run(device)
+    counts = {"counts_ptr": counts_BC}
+    routing_launch(count_keys_kernel, counts, ids_N, sizes, config).run(device)
     totals_C = counts_BC.sum(0, dtype=torch.int32)
     ends_C = totals_C.cumsum(0, dtype=torch.int32)
     bounds_C[1:] = ends_C[:num_keys]
     # Where a key begins, and after it what earlier blocks have of it.
     begins_BC = counts_BC.cumsum(0, dtype=torch.int32).sub_(counts_BC).add_(ends_C - totals_C)
-    place_rows_launch(rows_N, begins_BC, ids_N, sizes, config).run(device)
+    places = {"rows_ptr": rows_N, "begins_ptr": begins_BC}
+    routing_launch(place_rows_kernel, places, ids_N, sizes, config).run(device)
     return rows_N, bounds_C
 
 
-def route_config(arch: str) -> TunedConfig:
-    return narrow_config("route", torch.int32, arch)
-
-
-def count_keys_launch(
-    counts_BC: torch.Tensor, ids_N: torch.Tensor, sizes: Sizes, config: TunedConfig
-) -> Launch:
-    return _launch(count_keys_kernel, {"counts_ptr": counts_BC}, ids_N, sizes, config)
-
-
-def place_rows_launch(
-    rows_N: torch.Tensor,
-    begins_BC: torch.Tensor,
-    ids_N: torch.Tensor,
-    sizes: Sizes,
-    config: TunedConfig,
-) -> Launch:
-    tensors = {"rows_ptr": rows_N, "begins_ptr": begins_BC}
-    return _launch(place_rows_kernel, tensors, ids_N, sizes, config)
-
-
-def _launch(
+def routing_launch(
     kernel: object,
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     ids_N: torch.Tensor,
     sizes: Sizes,
     config: TunedConfig,
 ) -> Launch:
+    """Of either kernel; ``tensors`` are those that the other has not, by their arguments' names."""
     num_experts, num_slices, rows_per_slice = sizes
     values = {
         **tensors,
