@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 from torchtitan.tools.logging import logger
 
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.folder import HfFolder
-from titan_relay.titan.hf.names import NameMap
+from titan_relay.titan.hf.names import HEAD, NameMap
 
 _SHOWN = 20
+_TIED_HINT = "; if it is the embedding, set tie_word_embeddings = true in config.json and [model]"
 # Tensors that some folders carry and no model needs: rotary frequencies, which follow from theta.
 _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -67,9 +70,14 @@ def check_weights(
 
     present = folder.places
     extra = sorted(set(present) - set(expected))
+    twice = names.tied_head
+    if twice is None or not set(twice) <= set(present) or left_out(twice[0]):
+        twice = None
+    elif present[twice[0]].shape == present[twice[1]].shape:
+        extra.remove(twice[0])
     common = [name for name in expected if name in present]
     faults = {
-        "missing": [name for name in expected if name not in present],
+        "missing": [name + _TIED_HINT * (name == HEAD) for name in expected if name not in present],
         "unexpected": [name for name in extra if not left_out(name)],
         "of another shape": [
             f"{name}: {list(present[name].shape)}, the model's is {list(expected[name])}"
@@ -83,3 +91,25 @@ def check_weights(
         ],
     }
     refuse_faults(folder.path, faults, filter(left_out, extra))
+    if twice is not None:
+        _refuse_another_head(folder, *twice)
+
+
+def _refuse_another_head(folder: HfFolder, head: str, embedding: str) -> None:
+    """A tied model's head may be stored a second time, if it is the embedding, bit for bit."""
+    pairs = zip(folder.pieces(head), folder.pieces(embedding), strict=True)
+    difference = max((_largest_difference(*each) for each in pairs), default=0.0)
+    if difference:
+        raise HfError(
+            f"{folder.path}: {head} differs from {embedding} by up to {difference:.1e}, and "
+            "tie_word_embeddings = true makes them one; set it to false in config.json and in "
+            "[model], or leave the head out of the folder"
+        )
+    logger.info(f"{head} is {embedding}, stored twice; read once")
+
+
+def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        return 0.0
+    found = (one.double() - other.double()).abs().max().item()
+    return found if math.isfinite(found) else math.inf

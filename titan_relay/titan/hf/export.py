@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.tools.logging import logger
 
 from titan_relay.config.schema import ModelConfig, TokenizerConfig
 from titan_relay.titan.hf.config_json import MTP_NAMES, config_of, first_difference, mtp_layers
@@ -19,6 +20,7 @@ from titan_relay.titan.hf.folder import (
     CONFIG,
     INDEX,
     SINGLE,
+    TOKENIZER_CONFIG,
     other_files,
     read_config,
     read_json,
@@ -79,6 +81,10 @@ def exported_config(model: ModelConfig, assets: Path | None, dtype: torch.dtype)
     config = read_config(assets)
     if difference := first_difference(model, config, assets / CONFIG):
         raise HfError(difference)
+    if config.pop("auto_map", None):
+        logger.info(
+            f"auto_map of {assets / CONFIG} is left out: transformers knows the class itself"
+        )
     for name in ("dtype", "torch_dtype"):
         if name in config:
             config[name] = dtype_name
@@ -107,4 +113,23 @@ def write_assets(out: Path, config: dict[str, Any], files: list[Path]) -> None:
         shutil.copyfile(file, out / file.name)
     unchanged = (out / CONFIG).is_file() and read_json(out / CONFIG) == config
     if not unchanged:
-        (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write_json(out / CONFIG, config)
+    tokenizer = out / TOKENIZER_CONFIG
+    if tokenizer.is_file() and (missing := _missing_code(out, content := read_json(tokenizer))):
+        logger.info(f"auto_map of {TOKENIZER_CONFIG} is left out: {missing} is not there")
+        del content["auto_map"]
+        _write_json(tokenizer, content)
+
+
+def _missing_code(folder: Path, config: dict[str, Any]) -> str | None:
+    """A file of Python code that `config` names and the folder lacks; a hub's are not meant."""
+    for each in (config.get("auto_map") or {}).values():
+        for path in each if isinstance(each, list) else [each]:
+            name = f"{str(path).partition('.')[0]}.py"
+            if path and "--" not in path and not (folder / name).is_file():
+                return name
+    return None
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

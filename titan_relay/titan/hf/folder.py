@@ -4,7 +4,9 @@ the tokenizer files beside them."""
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from titan_relay.titan.hf.safetensors_file import TensorPlace, read_places, read
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_PIECE_VALUES = 2**22
 _TOKENIZER = re.compile(
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
+    r"tokeniz(er|ation).*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
     r"|.*\.tiktoken|tiktoken\.model|chat_template.*"
 )
 _OTHER_ASSETS = re.compile(r"config\.json|generation_config\.json|LICENSE.*")
@@ -35,6 +39,17 @@ class HfFolder:
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
         return read_tensor(self.path / self.file_of[name], self.places[name])
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Its values in order, flat, a few million at a time."""
+        place = self.places[name]
+        count = math.prod(place.shape)
+        for first in range(0, count, _PIECE_VALUES):
+            shape = (min(_PIECE_VALUES, count - first),)
+            offset = place.offset + first * place.dtype.itemsize
+            yield read_tensor(
+                self.path / self.file_of[name], TensorPlace(shape, place.dtype, offset)
+            )
 
     @property
     def num_bytes(self) -> int:

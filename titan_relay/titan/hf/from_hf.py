@@ -7,6 +7,8 @@ index of the source, from which `to_hf` restores them.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from titan_relay.titan.hf.folder import (
     tokenizer_files,
 )
 from titan_relay.titan.hf.names import Entry, NameMap
+from titan_relay.titan.hf.number_range import Cast, RangeError
 from titan_relay.titan.hf.progress import Journal, OnDone, Progress, ignore
 from titan_relay.titan.hf.safetensors_file import StoredTensor
 from titan_relay.units import in_gb
@@ -57,6 +60,7 @@ def from_hf(
 
     Raises:
         HfError: source and model do not fit, or `out` cannot be written to.
+        RangeError: `dtype` cannot hold a weight; `out` is gone.
     """
     folder, names = open_checked(source, model, skip=skip)
     tensors = _stored_tensors(names, folder, dtype)
@@ -66,18 +70,33 @@ def from_hf(
     num_bytes = sum(each.num_bytes for each in tensors.values())
     work = [[source.name, str(dtype)], folder.fingerprint(), [list(each) for each in parts]]
     journal = open_journal(out, work, num_bytes)
-    writer = PartsWriter(out, parts, lambda name: _value(names, folder, name, tensors[name].dtype))
+    cast = Cast()
+    writer = PartsWriter(
+        out, parts, lambda name: _value(names, folder, name, tensors[name].dtype, cast)
+    )
     progress = Progress("from-hf", len(tensors), num_bytes, on_done)
     for index, part in enumerate(parts):
         num_bytes = sum(each.num_bytes for each in part.values())
         if str(index) in journal.done:
             progress.skip(len(part), num_bytes)
             continue
-        journal.add(str(index), writer.write(index))
+        with nothing_left(out):
+            journal.add(str(index), writer.write(index))
         progress.advance(next(iter(part)), num_bytes, len(part))
     _copy_assets(source, out / ASSETS)
     writer.finish([journal.done[str(index)] for index in range(len(parts))])
     journal.remove()
+    cast.log()
+
+
+@contextmanager
+def nothing_left(out: Path) -> Iterator[None]:
+    """Delete a conversion's folder where a weight is out of range: going on would not help."""
+    try:
+        yield
+    except RangeError:
+        shutil.rmtree(out)
+        raise
 
 
 def open_checked(source: Path, model: ModelConfig, *, skip: str = "") -> tuple[HfFolder, NameMap]:
@@ -149,11 +168,13 @@ def _dtype(entry: Entry, folder: HfFolder, dtype: torch.dtype | None) -> torch.d
     return dtypes.pop()
 
 
-def _value(names: NameMap, folder: HfFolder, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _value(
+    names: NameMap, folder: HfFolder, name: str, dtype: torch.dtype, cast: Cast
+) -> torch.Tensor:
     entry = names.by_name[name]
     if not entry.parts:
         return torch.zeros(entry.shape, dtype=dtype)
-    values = {part: folder.read(part).to(dtype) for part in entry.parts}
+    values = {part: cast(part, folder.read(part), dtype) for part in entry.parts}
     return names.from_hf(entry, values).contiguous()
 
 

@@ -16,7 +16,8 @@ from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.model.families import FAMILIES, build_model_config
 
-_HEAD, _EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
+HEAD = "lm_head.weight"  # here and in every folder
+_EMBEDDING = "tok_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class NameMap:
         self.by_name = {each.name: each for each in self.entries}
 
     def _entry(self, name: str, value: torch.Tensor, *, is_buffer: bool) -> Entry:
-        tied = self._tied and name == _HEAD
+        tied = self._tied and name == HEAD
         source = _EMBEDDING if tied else name
         parts = {key: tuple(each.shape) for key, each in self.to_hf(source, value).items()}
         return Entry(
@@ -64,6 +65,12 @@ class NameMap:
             is_buffer=is_buffer and not tied,
             tied=tied,
         )
+
+    @property
+    def tied_head(self) -> tuple[str, str] | None:
+        """A folder's names of a head that is the embedding and may be stored too, and of that."""
+        parts = [next(iter(each.parts)) for each in self.entries if each.tied]
+        return (HEAD, parts[0]) if parts else None
 
     @property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -80,7 +87,7 @@ class NameMap:
         values = dict(values)
         if self._tied:
             # Adapters take a missing head from the embedding, which this entry may not have.
-            values.setdefault(_HEAD, torch.empty(0))
+            values.setdefault(HEAD, torch.empty(0))
         value = self.adapter.from_hf(values)[name]
         if tuple(value.shape) != entry.shape:
             raise HfError(f"{name} became {tuple(value.shape)} instead of {entry.shape}")

@@ -22,8 +22,9 @@ from titan_relay.titan.hf.export import (
     write_index,
 )
 from titan_relay.titan.hf.folder import INDEX, read_json
-from titan_relay.titan.hf.from_hf import ASSETS, open_journal
-from titan_relay.titan.hf.names import Entry, NameMap
+from titan_relay.titan.hf.from_hf import ASSETS, nothing_left, open_journal
+from titan_relay.titan.hf.names import NameMap
+from titan_relay.titan.hf.number_range import Cast
 from titan_relay.titan.hf.progress import OnDone, Progress, ignore
 from titan_relay.titan.hf.safetensors_file import FileLayout, StoredTensor, flush_to_disk
 
@@ -66,6 +67,7 @@ def to_hf(
 
     Raises:
         HfError: the checkpoint is damaged or of another model, or `out` cannot be written to.
+        RangeError: `options.dtype` cannot hold a weight; `out` is gone.
     """
     reader, names, assets = PartsReader(checkpoint), NameMap(model), options.assets
     check_tensors(names, reader, checkpoint)
@@ -90,38 +92,31 @@ def to_hf(
             layout.create(_unfinished(out / file))
     entries = [each for each in names.entries if each.parts and not each.tied]
     written_bytes = sum(each.num_bytes for each in tensors.values())
+    cast = Cast()
     progress = Progress("to-hf", len(entries), written_bytes, on_done)
     for entry in entries:
         size_bytes = sum(tensors[name].num_bytes for name in entry.parts)
         if entry.name in journal.done:
             progress.skip(1, size_bytes)
             continue
-        _write_parts(names, entry, reader, tensors, file_of, layouts, out)
+        with nothing_left(out):
+            value = cast(
+                entry.name, reader.read(entry.name), tensors[next(iter(entry.parts))].dtype
+            )
+        for name, part in names.to_hf(entry.name, value).items():
+            layouts[file_of[name]].write(_unfinished(out / file_of[name]), name, part)
+        del value, part  # freed before the next is read
         for file in {file_of[name] for name in entry.parts}:
             flush_to_disk(_unfinished(out / file))
         journal.add(entry.name)
         progress.advance(entry.name, size_bytes)
+    cast.log()
     _say_what_is_lost(names, reader)
     for file in layouts:
         _unfinished(out / file).rename(out / file)
     _write_index(out, file_of, tensors, assets)
     write_assets(out, config, files_to_copy(assets, list(options.tokenizer)))
     journal.remove()
-
-
-def _write_parts(
-    names: NameMap,
-    entry: Entry,
-    reader: PartsReader,
-    tensors: dict[str, StoredTensor],
-    file_of: dict[str, str],
-    layouts: dict[str, FileLayout],
-    out: Path,
-) -> None:
-    """Read one tensor and write what it is made of; it is freed before the next is read."""
-    value = reader.read(entry.name).to(tensors[next(iter(entry.parts))].dtype)
-    for name, part in names.to_hf(entry.name, value).items():
-        layouts[file_of[name]].write(_unfinished(out / file_of[name]), name, part)
 
 
 def check_tensors(names: NameMap, reader: PartsReader, path: Path, *, every: bool = False) -> None:

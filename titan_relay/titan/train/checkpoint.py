@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, to_toml
+from titan_relay.config.errors import toml_value
 from titan_relay.titan.hf.export import (
     SHARD_BYTES,
     exported_config,
@@ -33,6 +35,8 @@ from titan_relay.titan.hf.export import (
     write_assets,
 )
 from titan_relay.titan.hf.names import NameMap
+from titan_relay.titan.hf.number_range import RangeError, out_of_range, overflow
+from titan_relay.titan.model.experts import local_part
 from titan_relay.titan.train.checkpoint_folder import CheckpointFolder, unmark
 
 
@@ -44,6 +48,8 @@ class RelayCheckpointManager(CheckpointManager):
         run: RunConfig
 
     save_future: Future[Any] | None
+
+    last_save_model_only: bool
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
@@ -108,6 +114,16 @@ class RelayCheckpointManager(CheckpointManager):
                 self.purge_queue.put(str(path))
 
     def _save_last_step(self, curr_step: int) -> None:
+        if self.last_save_model_only and (beyond := self._out_of_range()):
+            # Nothing is lost: this can be exported later in a wider type, or trained on.
+            self.last_save_model_only = self.last_save_in_hf = False
+            self._save_last_step(curr_step)
+            raise RangeError(
+                f"checkpoint.export_dtype = {toml_value(self._run.checkpoint.export_dtype)}: "
+                f"{beyond}; {self._folder.of_step(curr_step)} holds the weights in their own type "
+                "and all that training needs: export it by `titan-relay convert to-hf` with a "
+                "wider --dtype"
+            )
         if not self.last_save_in_hf:
             super()._save_last_step(curr_step)
             if not self.last_save_model_only:  # one that nobody can go on from replaces none
@@ -143,6 +159,20 @@ class RelayCheckpointManager(CheckpointManager):
                 logger.error(f"{self._folder.of_step(self._saved_step)} is not whole: {failure}")
             self.save_future = None
         super()._close()
+
+    def _out_of_range(self) -> str | None:
+        """What `export_dtype` cannot hold, in words, the same on every rank."""
+        weights = [
+            (name, local_part(value))
+            for name, value in self.states[MODEL].state_dict().items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        ]
+        found = ((overflow(value, self.export_dtype), name) for name, value in weights)
+        own = max(((beyond, name) for beyond, name in found if beyond is not None), default=None)
+        by_rank: list[tuple[float, str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, own)
+        worst = max((each for each in by_rank if each is not None), default=None)
+        return None if worst is None else out_of_range(worst[1], worst[0], self.export_dtype)
 
 
 def export_assets(run: RunConfig) -> Path | None:

@@ -173,9 +173,29 @@ _GLM4_MOE_LITE = Architecture(
     only=_ONLY,
 )
 
+
+class MlaAdapter(DeepSeekV3StateDictAdapter):
+    """torchtitan's, for tied models too: their folders have no head of its own."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Our names to Hugging Face's."""
+        theirs: dict[str, Any] = super().to_hf(state_dict)
+        if self.model_config.enable_weight_tying:
+            theirs.pop("lm_head.weight", None)
+        return theirs
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Hugging Face's names to ours."""
+        if self.model_config.enable_weight_tying:
+            embedding = hf_state_dict["model.embed_tokens.weight"]
+            hf_state_dict = {"lm_head.weight": embedding, **hf_state_dict}
+        ours: dict[str, Any] = super().from_hf(hf_state_dict)
+        return ours
+
+
 FAMILY = Family(
     build=build,
-    adapter=DeepSeekV3StateDictAdapter,
+    adapter=MlaAdapter,
     architectures=(_DEEPSEEK_V3, _GLM4_MOE_LITE),
     needs=(
         "model.mla.kv_lora_rank",
