@@ -24,18 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_relay.commands.arguments import (
-    CommandParser,
-    a_path,
-    add_config,
-    at_least_0,
-    at_least_1,
-    command_parser,
-    one_of,
-    parse_with_keys,
-    whole_number,
-)
+from titan_relay.commands import arguments as arg
 from titan_relay.config import ConfigError, RunConfig, load_config
+from titan_relay.config.errors import either
 from titan_relay.validate import validate, validate_model
 
 if TYPE_CHECKING:
@@ -44,7 +35,10 @@ if TYPE_CHECKING:
 EXIT_DIFFERS = 1
 _SHOWN = 10
 _MOST_TOKENS = 2**24  # of whose logits several copies are made
-_CIRCULATE = ("auto", "experts", "tokens")
+_CHOICES = {
+    "--dispatcher": ("relay", "alltoall"),
+    "--circulate": ("auto", "experts", "tokens"),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own arguments, and those that are configuration keys."""
-    args, keys = parse_with_keys(parser(), arguments)
+    args, keys = arg.parse_with_keys(parser(), arguments)
     if args.ep % args.cp and args.cp % args.ep:
         raise ConfigError(f"--cp {args.cp}: must divide --ep {args.ep}, or be a multiple of it")
     if args.rows * args.seq_len > _MOST_TOKENS:
@@ -71,22 +65,23 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, keys
 
 
-def parser() -> CommandParser:
+def parser() -> arg.CommandParser:
     """The command's options."""
-    parser = command_parser("compare", __doc__)
-    parser.add_argument("--hf-dir", type=a_path, required=True, help="the Hugging Face folder")
-    add_config(parser)
-    parser.add_argument("--ep", type=at_least_1, default=1, help="expert-parallel ranks")
-    parser.add_argument("--cp", type=at_least_1, default=1, help="context-parallel ranks")
-    parser.add_argument("--dispatcher", type=one_of("relay", "alltoall"), default="relay")
-    parser.add_argument("--circulate", type=one_of(*_CIRCULATE), default="auto")
-    parser.add_argument("--rows", type=at_least_1, default=2, help="sequences (default 2)")
+    parser = arg.command_parser("compare", __doc__)
+    parser.add_argument("--hf-dir", type=arg.a_path, required=True, help="the Hugging Face folder")
+    arg.add_config(parser)
+    parser.add_argument("--ep", type=arg.at_least_1, default=1, help="expert-parallel ranks")
+    parser.add_argument("--cp", type=arg.at_least_1, default=1, help="context-parallel ranks")
+    for option, words in _CHOICES.items():
+        about = f"{either(words)} (default {words[0]})"
+        parser.add_argument(option, type=arg.one_of(*words), default=words[0], help=about)
+    parser.add_argument("--rows", type=arg.at_least_1, default=2, help="sequences (default 2)")
     parser.add_argument(
-        "--seq-len", type=at_least_1, default=64, help="tokens of each (default 64)"
+        "--seq-len", type=arg.at_least_1, default=64, help="tokens of each (default 64)"
     )
-    parser.add_argument("--seed", type=whole_number, default=0, help="of the random tokens")
+    parser.add_argument("--seed", type=arg.whole_number, default=0, help="of the random tokens")
     parser.add_argument(
-        "--tolerance", type=at_least_0, default=1e-5, help="relative (default 1e-5)"
+        "--tolerance", type=arg.at_least_0, default=1e-5, help="relative (default 1e-5)"
     )
     return parser
 

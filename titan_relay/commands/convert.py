@@ -18,17 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from titan_relay.commands.arguments import (
-    CommandParser,
-    a_path,
-    above_0,
-    add_config,
-    command_parser,
-    folder_to_write,
-    one_of,
-    refuse_keys,
-    refuse_unknown_options,
-)
+from titan_relay.commands import arguments as arg
 from titan_relay.config import ConfigError, RunConfig, load_config
 from titan_relay.config.errors import either
 from titan_relay.config.suggest import nearest
@@ -78,38 +68,40 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> CommandParser:
+def parser() -> arg.CommandParser:
     """The command's options, an action's in a parser of its own."""
-    parser = command_parser("convert", __doc__)
+    parser = arg.command_parser("convert", __doc__)
     into = parser.add_subparsers(dest="action", required=True)
     for name, (text, options) in _ACTIONS.items():
         about = f"{text[0].upper()}{text[1:]}.\n\n    titan-relay convert {name} {options}"
         parser.actions[name] = into.add_parser(name, help=text, description=about)
     config, check, from_hf, to_hf = parser.actions.values()
     for each in (config, check, from_hf):
-        each.add_argument("--hf-dir", type=a_path, required=True, help="the Hugging Face folder")
+        each.add_argument(
+            "--hf-dir", type=arg.a_path, required=True, help="the Hugging Face folder"
+        )
     for each in (check, from_hf, to_hf):
-        add_config(each)
+        arg.add_config(each)
     for each in (check, from_hf):
         each.add_argument(
             "--skip", default="", help="regular expression: tensors to leave out, if unexpected"
         )
     to_hf.add_argument(
-        "--checkpoint", type=a_path, required=True, help="a step-N folder, as a rule"
+        "--checkpoint", type=arg.a_path, required=True, help="a step-N folder, as a rule"
     )
     to_hf.add_argument(
         "--assets",
-        type=a_path,
+        type=arg.a_path,
         help="folder with config.json and tokenizer files to copy (default: config.json of the "
         "folder that the checkpoint was converted from, tokenizer of the configuration)",
     )
-    to_hf.add_argument("--shard-gb", type=above_0, default=5.0, help="largest file (default 5)")
+    to_hf.add_argument("--shard-gb", type=arg.above_0, default=5.0, help="largest file (default 5)")
     for each in (from_hf, to_hf):
         each.add_argument(
-            "--out", type=folder_to_write, required=True, help="an empty or new folder"
+            "--out", type=arg.folder_to_write, required=True, help="an empty or new folder"
         )
         each.add_argument(
-            "--dtype", type=one_of(*DTYPES),
+            "--dtype", type=arg.one_of(*DTYPES),
             help=f"{either(DTYPES)}, of the parameters (default: as it is)",
         )  # fmt: skip
     return parser
@@ -124,10 +116,10 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             close = nearest(name, made.actions)
             fix = f"did you mean {close}?" if close else f"name one of {either(made.actions)} first"
             made.error(f"{name}: no such action; {fix}")
-        refuse_unknown_options(made.actions[name], arguments)
+        arg.refuse_unknown_options(made.actions[name], arguments)
     args, keys = made.parse_known_args(arguments)
     if args.action == "config":
-        refuse_keys(made.actions["config"], keys)
+        arg.refuse_keys(made.actions["config"], keys)
     return args, keys
 
 

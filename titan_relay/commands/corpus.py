@@ -11,15 +11,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_relay.commands.arguments import (
-    CommandParser,
-    a_path,
-    above_0,
-    at_least_1,
-    command_parser,
-    folder_to_write,
-    parse,
-)
+from titan_relay.commands import arguments as arg
 from titan_relay.config import ConfigError
 from titan_relay.data.corpus import collect, write_part
 from titan_relay.units import in_mb
@@ -44,21 +36,21 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> CommandParser:
+def parser() -> arg.CommandParser:
     """The command's options."""
-    parser = command_parser("corpus", __doc__)
+    parser = arg.command_parser("corpus", __doc__)
     parser.add_argument(
-        "--out", type=folder_to_write, default="outputs/corpus",
+        "--out", type=arg.folder_to_write, default="outputs/corpus",
         help="folder to write (default outputs/corpus)",
     )  # fmt: skip
-    parser.add_argument("--max-bytes", type=at_least_1, help="take at most this much text")
+    parser.add_argument("--max-bytes", type=arg.at_least_1, help="take at most this much text")
     parser.add_argument(
-        "--validation-share", type=above_0, default=0.05,
+        "--validation-share", type=arg.above_0, default=0.05,
         help="share of the files held out (default 0.05)",
     )  # fmt: skip
     parser.add_argument(
         "--source",
-        type=a_path,
+        type=arg.a_path,
         default=Path(sysconfig.get_path("stdlib")),
         help="folder of Python files (default: this interpreter's standard library)",
     )
@@ -66,7 +58,7 @@ def parser() -> CommandParser:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    args = parse(parser(), arguments)
+    args = arg.parse(parser(), arguments)
     if args.validation_share >= 1:
         raise ConfigError(f"--validation-share {args.validation_share:g}: must be below 1")
     if not args.source.is_dir():

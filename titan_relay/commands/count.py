@@ -10,28 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan_relay.commands.arguments import (
-    CommandParser,
-    add_config,
-    command_parser,
-    parse_with_keys,
-)
+from titan_relay.commands import arguments as arg
 from titan_relay.config import RunConfig, load_config
 from titan_relay.validate import validate_model
 
 
 def main(arguments: Sequence[str]) -> int:
-    args, keys = parse_with_keys(parser(), arguments)
+    args, keys = arg.parse_with_keys(parser(), arguments)
     loaded = load_config(["--config", args.config, *keys])
     validate_model(loaded.config, loaded.origins)
     print(_report(loaded.config))
     return 0
 
 
-def parser() -> CommandParser:
+def parser() -> arg.CommandParser:
     """The command's options."""
-    made = command_parser("count", __doc__)
-    add_config(made)
+    made = arg.command_parser("count", __doc__)
+    arg.add_config(made)
     return made
 
 

@@ -17,15 +17,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titan_relay.commands.arguments import (
-    CommandParser,
-    above_0,
-    add_run_options,
-    at_least_1,
-    command_parser,
-    device_of,
-    parse_with_keys,
-)
+from titan_relay.commands import arguments as arg
 from titan_relay.commands.variants import BASELINE, VARIANTS, runs_of, variant_names
 from titan_relay.config import ConfigError, RunConfig
 from titan_relay.units import MIB, in_words
@@ -38,11 +30,11 @@ _BFLOAT16 = 2  # bytes
 
 
 def main(arguments: Sequence[str]) -> int:
-    args, keys = parse_with_keys(parser(), arguments)
+    args, keys = arg.parse_with_keys(parser(), arguments)
     _check(args)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake CPU tensors stand for a device's
     runs = runs_of(args.variants, args.config, keys, args.world_size)
-    device = None if args.measure else device_of(args.device)
+    device = None if args.measure else arg.device_of(args.device)
     if device is not None and device.is_cpu:
         raise ConfigError("--device cpu: a CPU has no limit; give a number of GiB")
     from titan_relay.titan.plan.longest import search_plans, search_steps
@@ -62,18 +54,20 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if any(result.max_seq_len for result in results) else EXIT_NOTHING_FITS
 
 
-def parser() -> CommandParser:
+def parser() -> arg.CommandParser:
     """The command's options."""
-    parser = command_parser("longest", __doc__)
-    add_run_options(parser, device_needed=False)
+    parser = arg.command_parser("longest", __doc__)
+    arg.add_run_options(parser, device_needed=False)
     parser.add_argument(
         "--variants", type=variant_names, default=list(VARIANTS),
         help=f"any of {','.join(VARIANTS)} (default: all)",
     )  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="real steps on CPU ranks")
-    parser.add_argument("--budget-mib", type=above_0, help="live bytes of a rank, with --measure")
     parser.add_argument(
-        "--for-layers", type=at_least_1, metavar="N",
+        "--budget-mib", type=arg.above_0, help="live bytes of a rank, with --measure"
+    )
+    parser.add_argument(
+        "--for-layers", type=arg.at_least_1, metavar="N",
         help="also say what the growth per token would be at N layers that keep their input only",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON only")

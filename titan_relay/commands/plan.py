@@ -18,17 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from titan_relay.commands.arguments import (
-    CommandParser,
-    above_0,
-    add_run_options,
-    at_least_1,
-    command_parser,
-    device_of,
-    parse_with_keys,
-    picture_to_write,
-    whole_number,
-)
+from titan_relay.commands import arguments as arg
 from titan_relay.config import ConfigError, Loaded, RunConfig, load_config
 from titan_relay.validate import validate
 
@@ -37,12 +27,12 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    args, keys = parse_with_keys(parser(), arguments)
+    args, keys = arg.parse_with_keys(parser(), arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake CPU tensors stand for a device's
     loaded = _load(args.config, keys, args.seq_len)
     validate(loaded.config, args.world_size, loaded.origins, files=False)
     _check(args, loaded.config)
-    device = device_of(args.device)
+    device = arg.device_of(args.device)
     from titan_relay.titan.plan.changes import nearest_changes
     from titan_relay.titan.plan.picture import draw_step
     from titan_relay.titan.plan.plan import plan_run
@@ -71,18 +61,18 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_DOES_NOT_FIT if plan.fits is False else 0
 
 
-def parser() -> CommandParser:
+def parser() -> arg.CommandParser:
     """The command's options."""
-    parser = command_parser("plan", __doc__)
-    add_run_options(parser, device_needed=True)
-    parser.add_argument("--seq-len", type=at_least_1, help="instead of training.seq_len")
-    parser.add_argument("--rank", type=whole_number, default=0, help="whose step (default 0)")
+    parser = arg.command_parser("plan", __doc__)
+    arg.add_run_options(parser, device_needed=True)
+    parser.add_argument("--seq-len", type=arg.at_least_1, help="instead of training.seq_len")
+    parser.add_argument("--rank", type=arg.whole_number, default=0, help="whose step (default 0)")
     parser.add_argument(
-        "--skew", type=above_0, default=1.0,
+        "--skew", type=arg.above_0, default=1.0,
         help="rows that the all-to-all brings the rank, over a balanced router's (default 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--picture", type=picture_to_write, metavar="FILE.svg", help="draw memory over the step"
+        "--picture", type=arg.picture_to_write, metavar="FILE.svg", help="draw memory over the step"
     )
     parser.add_argument("--json", action="store_true", help="print JSON only")
     return parser

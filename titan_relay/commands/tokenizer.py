@@ -14,14 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from titan_relay.commands.arguments import (
-    CommandParser,
-    at_least_1,
-    command_parser,
-    file_to_write,
-    not_empty,
-    parse,
-)
+from titan_relay.commands import arguments as arg
 from titan_relay.config import ConfigError
 from titan_relay.config.schema_data import TokenizerConfig
 from titan_relay.config.toml import dump_tables
@@ -55,35 +48,37 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> CommandParser:
+def parser() -> arg.CommandParser:
     """The command's options."""
-    parser = command_parser("tokenizer", __doc__)
+    parser = arg.command_parser("tokenizer", __doc__)
     parser.add_argument(
-        "--files", nargs="+", type=not_empty, required=True,
+        "--files", nargs="+", type=arg.not_empty, required=True,
         help="files or globs (.jsonl .json .parquet .txt)",
     )  # fmt: skip
     parser.add_argument(
-        "--text-column", type=not_empty, default="text", help="column that holds the text"
+        "--text-column", type=arg.not_empty, default="text", help="column that holds the text"
     )
-    parser.add_argument("--out", type=file_to_write, required=True, help="rank file to write")
+    parser.add_argument("--out", type=arg.file_to_write, required=True, help="rank file to write")
     parser.add_argument(
-        "--vocab-size", type=at_least_1, default=4096,
+        "--vocab-size", type=arg.at_least_1, default=4096,
         help="number of ids, special tokens included (default 4096)",
     )  # fmt: skip
     parser.add_argument(
-        "--pattern", type=not_empty, default=DEFAULT_PATTERN,
+        "--pattern", type=arg.not_empty, default=DEFAULT_PATTERN,
         help="name of a split pattern, or an expression",
     )  # fmt: skip
     parser.add_argument(
-        "--special-tokens", nargs="*", type=not_empty, default=["<|endoftext|>"],
+        "--special-tokens", nargs="*", type=arg.not_empty, default=["<|endoftext|>"],
         help="they take the last ids",
     )  # fmt: skip
-    parser.add_argument("--report", type=file_to_write, help="write the corpus statistics as JSON")
+    parser.add_argument(
+        "--report", type=arg.file_to_write, help="write the corpus statistics as JSON"
+    )
     return parser
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    args = parse(parser(), arguments)
+    args = arg.parse(parser(), arguments)
     smallest = NUM_BYTES + len(args.special_tokens)
     if args.vocab_size < smallest:
         raise ConfigError(

@@ -9,12 +9,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
-from titan_relay.commands.arguments import (
-    CommandParser,
-    add_config,
-    command_parser,
-    refuse_unknown_options,
-)
+from titan_relay.commands import arguments as arg
 from titan_relay.config import ConfigError, load_config, to_toml
 from titan_relay.config.errors import Place
 from titan_relay.config.reference import help_text
@@ -30,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         _say(rank, help_text())
         return 0
-    refuse_unknown_options(parser(), arguments)
+    arg.refuse_unknown_options(parser(), arguments)
     loaded = load_config(arguments)
     if loaded.print_config:
         _say(rank, to_toml(loaded.config))
@@ -48,10 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     return run(loaded.config, world_size, loaded.origins)
 
 
-def parser() -> CommandParser:
+def parser() -> arg.CommandParser:
     """The options beside the keys, which `load_config` reads."""
-    made = command_parser("train", None)
-    add_config(made)
+    made = arg.command_parser("train", None)
+    arg.add_config(made)
     made.add_argument("--print-config", action="store_true")
     made.add_argument("--plan", action="store_true")
     return made
