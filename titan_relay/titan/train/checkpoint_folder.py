@@ -59,7 +59,7 @@ class CheckpointFolder:
             request: the run's configuration, in which it stands.
         """
         newest = max(self.complete(), default=-1)
-        began_it = self.request.is_file() and self.request.read_text() == request
+        began_it = self.request.is_file() and self.request.read_bytes() == request.encode()
         return newest if load_step == -1 or (began_it and load_step < newest) else load_step
 
     def begin_line(self, step: int, load_step: int, request: str) -> list[Path]:
@@ -74,7 +74,7 @@ class CheckpointFolder:
         if load_step == -1:
             self.request.unlink(missing_ok=True)
         else:
-            self.request.write_text(request)
+            self.request.write_bytes(request.encode())
         return aside
 
     def stale(self, keep: int, *, saved: int, loaded: int) -> list[Path]:
