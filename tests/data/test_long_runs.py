@@ -130,8 +130,8 @@ def test_eight_times_the_run_takes_no_more_than_four_times_its_share(
         tokenizer.encode(text)
         return time.process_time() - started
 
-    text = RUNS[run]
-    ratio = min(seconds(text * 8) / (8 * seconds(text)) for _ in range(3))
+    text = RUNS[run][:20_000]
+    ratio = min(seconds(text * 8) / (8 * seconds(text)) for _ in range(2))
     assert ratio < 4
 
 
