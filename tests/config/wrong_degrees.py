@@ -119,6 +119,46 @@ DEGREES = [
     ),
 ]
 
+_TP = ("--parallelism.tensor_parallel_degree=2",)
+
+PAIRS = [
+    *(
+        Wrong(
+            f"validation with {schedule}",
+            "command line: --validator.enable = true: parallelism.pipeline_parallel_schedule = "
+            f'"{schedule}" cannot validate; use false, or another schedule',
+            argv=(
+                "--validator.enable",
+                "--parallelism.pipeline_parallel_degree=2",
+                f"--parallelism.pipeline_parallel_schedule={schedule}",
+                "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+                "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+            ),
+            ranks=2,
+        )
+        for schedule in ("ZBVZeroBubble", "DualPipeV")
+    ),
+    Wrong(
+        "a model compiled over tensor-parallel ranks",
+        'case.toml: compile.components = ["model", "loss"] (default): the model cannot be compiled '
+        'with parallelism.tensor_parallel_degree = 2; use ["loss"], or compile.enable = false',
+        argv=("--compile.enable", *_TP),
+        ranks=2,
+    ),
+    Wrong(
+        "experts split over whole sequences of tensor-parallel ranks",
+        "command line: --parallelism.enable_sequence_parallel = false: experts cannot be split "
+        "(parallelism.expert_parallel_degree = 2) over whole sequences of "
+        "parallelism.tensor_parallel_degree = 2 ranks; use true",
+        argv=(
+            "--parallelism.enable_sequence_parallel=false",
+            "--parallelism.expert_parallel_degree=2",
+            *_TP,
+        ),
+        ranks=4,
+    ),
+]
+
 PIPELINES = [
     Wrong(
         "tied weights in a pipeline",

@@ -26,6 +26,9 @@ _AXES = {
 # Schedules for so many stages per rank, no more; the others take two or more.
 _STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}
 
+# A rank's two stages are the first and the last: torch 2.13 runs them with a backward only.
+_TRAINING_ONLY = ("ZBVZeroBubble", "DualPipeV")
+
 
 def check_parallelism(config: RunConfig, world_size: int, origins: Origins) -> None:
     """Raise `ConfigError` for degrees that cannot be laid out."""
@@ -40,6 +43,7 @@ def check_parallelism(config: RunConfig, world_size: int, origins: Origins) -> N
         _check_loss_chunks(config, degrees),
         _check_relay_tokens(config, degrees),
         _check_pipeline(config),
+        _check_pairs(config, degrees),
     )
 
 
@@ -183,6 +187,30 @@ def _check_relay_tokens(config: RunConfig, degrees: Degrees) -> Iterator[Refusal
             "relay.max_tokens_per_rank",
             f"must be at least the tokens of a microbatch on a rank, {tokens}; "
             "use that, or leave it out",
+        )
+
+
+def _check_pairs(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
+    """Features that each work, and not together; torch would hang or end in a traceback."""
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if degrees.pp > 1 and schedule in _TRAINING_ONLY and config.validator.enable:
+        yield Refusal(
+            "validator.enable",
+            f'parallelism.pipeline_parallel_schedule = "{schedule}" cannot validate; use false, '
+            "or another schedule",
+        )
+    compiles = config.compile.enable and "model" in config.compile.components
+    if degrees.tp > 1 and compiles:
+        yield Refusal(
+            "compile.components",
+            f"the model cannot be compiled with parallelism.tensor_parallel_degree = {degrees.tp}; "
+            'use ["loss"], or compile.enable = false',
+        )
+    if degrees.tp > 1 and degrees.ep > 1 and not config.parallelism.enable_sequence_parallel:
+        yield Refusal(
+            "parallelism.enable_sequence_parallel",
+            f"experts cannot be split (parallelism.expert_parallel_degree = {degrees.ep}) over "
+            f"whole sequences of parallelism.tensor_parallel_degree = {degrees.tp} ranks; use true",
         )
 
 
