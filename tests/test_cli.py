@@ -154,30 +154,6 @@ def test_versions_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"titan-relay \S+ \(torch \S+, torchtitan \S+, triton .+\)\n", said)
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"RANK": "x"}, 'environment: RANK = "x": must be a whole number'),
-        ({"RANK": "-1"}, 'environment: RANK = "-1": must be a whole number'),
-        ({"RANK": "0", "WORLD_SIZE": "two"}, 'environment: WORLD_SIZE = "two"'),
-        ({"RANK": "0", "LOCAL_RANK": ""}, 'environment: LOCAL_RANK = ""'),
-        ({"RANK": "00", "WORLD_SIZE": "0"}, "RANK = 0: must be below WORLD_SIZE, which is 0"),
-    ],
-)
-def test_an_environment_that_no_launcher_makes_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    environment: dict[str, str],
-    words: str,
-) -> None:
-    for name, text in environment.items():
-        monkeypatch.setenv(name, text)
-    assert main(["train", "--config", "unread.toml"]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
-
-
 def in_a_shell(line: str, *, code: int) -> str:
     """What a line of bash, in which `$R` is titan-relay, says on standard error."""
     environment = {**os.environ, "R": f"{sys.executable} -m titan_relay"}

@@ -130,6 +130,23 @@ COMMAND_LINES = [
         argv=("training.steps=5",),
     ),
     Wrong(
+        "pattern that the shell has expanded",
+        'command line: "corpus/b.jsonl": not an option; write --section.key value; if the shell '
+        "has expanded a pattern, quote it: --data.files 'FOLDER/*.jsonl'",
+        argv=("--data.files", "corpus/a.jsonl", "corpus/b.jsonl", "corpus/c.jsonl"),
+    ),
+    Wrong(
+        "pattern that the shell has expanded after an equals sign",
+        'command line: "corpus/b.parquet": not an option; write --section.key value; if the shell '
+        "has expanded a pattern, quote it: --validator.data.files 'FOLDER/*.jsonl'",
+        argv=("--validator.data.files=corpus/a.parquet", "corpus/b.parquet"),
+    ),
+    Wrong(
+        "argument without dashes after a number",
+        'command line: "6": not an option; write --section.key value',
+        argv=("--training.steps", "5", "6"),
+    ),
+    Wrong(
         "second file",
         'command line: --config = "good.toml": case.toml is given too; name one, which can '
         "extend a base file",

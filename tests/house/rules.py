@@ -28,6 +28,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "titan_relay.recompute": ("titan_relay.measure",),
     "titan_relay.ops": ("titan_relay.recompute",),
     "titan_relay.config": ("titan_relay", "titan_relay.units"),
+    "titan_relay.launcher": ("titan_relay.config",),
     "titan_relay.moe": ("titan_relay.ops", "titan_relay.config", "relay_kernels"),
     "titan_relay.data": ("titan_relay.config",),
     "titan_relay.titan.private_torchtitan": ("titan_relay.moe", "titan_relay.data"),
@@ -41,7 +42,7 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "titan_relay.titan.hf_compare": ("titan_relay.titan.train",),
     "titan_relay.titan.plan": ("titan_relay.titan.train",),
     "titan_relay.titan.preflight": ("titan_relay.titan.plan",),
-    "titan_relay.titan.run": ("titan_relay.titan.preflight",),
+    "titan_relay.titan.run": ("titan_relay.titan.preflight", "titan_relay.launcher"),
     "titan_relay.validate": ("titan_relay.titan.model", "titan_relay.data"),
     "titan_relay.commands": (
         "titan_relay.titan.run",
@@ -53,7 +54,12 @@ STANDS_ON: dict[str, tuple[str, ...]] = {
     "train": ("titan_relay.cli",),
     SCRIPTS: ("train", "titan_relay.__main__"),
 }
-WITHOUT_TORCH = ("titan_relay.units", "titan_relay.config", "titan_relay.data")
+WITHOUT_TORCH = (
+    "titan_relay.units",
+    "titan_relay.config",
+    "titan_relay.launcher",
+    "titan_relay.data",
+)
 WITH_TORCHTITAN = ("titan_relay.titan",)
 
 # Names that several modules of the product give to their own part of one idea.

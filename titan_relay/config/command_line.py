@@ -62,20 +62,29 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Names without dashes, each with its text, or None where none follows."""
-    rest = list(argv)
+    rest, last = list(argv), ""
     while rest:
         argument = rest.pop(0)
         name, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not name:
             raise ConfigError(
                 f"{COMMAND_LINE}: {shown(argument)}: not an option; write --section.key value"
+                f"{_hint_to_quote(last)}"
             )
+        last = name
         if equals:
             yield name, text
         elif name not in _SWITCHES and rest and not rest[0].startswith("--"):
             yield name, rest.pop(0)
         else:
             yield name, None
+
+
+def _hint_to_quote(last: str) -> str:
+    """What to add for an argument that follows the value of a key that takes patterns of files."""
+    if last not in keys() or item_of(keys()[last].type) is not str:
+        return ""
+    return f"; if the shell has expanded a pattern, quote it: --{last} 'FOLDER/*.jsonl'"
 
 
 def _setting(name: str, text: str | None) -> Setting:
