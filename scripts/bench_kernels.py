@@ -11,7 +11,6 @@ at a small size through Triton's interpreter, on a machine without a GPU; its ti
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +19,13 @@ import torch
 from kernel_bench.report import Row, table
 from kernel_bench.timing import Timer, kernels_can_run
 from layer_bench.setting import PRESETS
-from titan_relay.commands.arguments import at_least_0, at_least_1, file_to_write, script_parser
+from titan_relay.commands.arguments import (
+    at_least_0,
+    at_least_1,
+    file_to_write,
+    script_parser,
+    write_json,
+)
 
 TINY = (32, 16, 2, 1)  # D, F, E, K for the interpreter
 TINY_TOKENS = 9
@@ -38,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"### {description}\n\n{table(rows)}\n", flush=True)
         results += [{"layer": name, **dataclasses.asdict(row)} for row in rows]
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(args.json, results)
     return 0
 
 

@@ -13,7 +13,6 @@ read nothing about GPUs from it. ``megatron-grouped`` has grouped experts instea
 
 import argparse
 import dataclasses
-import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from layer_bench.measure import (
 )
 from layer_bench.setting import Setting, add_layer_options, parse_layer
 from report_tables import markdown_table
-from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser
+from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser, write_json
 from titan_relay.local_ranks import on_ranks
 from titan_relay.moe import RelayOptions
 from titan_relay.units import MIB, in_mib
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = on_ranks(measure, args, world_size=args.ep, device=args.device)
     print(table(Setting.of(args, args.ep), results))
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(args.json, results)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

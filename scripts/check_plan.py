@@ -12,7 +12,6 @@ off.
 
 import argparse
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from report_tables import markdown_table
-from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser
+from titan_relay.commands.arguments import at_least_1, file_to_write, script_parser, write_json
 from titan_relay.config import ConfigError, RunConfig, load_config, with_settings
 from titan_relay.local_ranks import largest, on_ranks, say
 from titan_relay.measure.devices import device_named
@@ -88,8 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(table(results))
     if args.json:
-        rows = [asdict(result) | {"error": result.error} for result in results]
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+        write_json(args.json, [asdict(each) | {"error": each.error} for each in results])
     return EXIT_OFF if any(abs(result.error) > TOLERANCE for result in results) else 0
 
 

@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     found = tune(args)
     device_name = "no device" if args.interpret else torch.cuda.get_device_name()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(file_text(found, device_name))
     print(f"{args.out}: {len(found)} tables tuned; now run scripts/check_kernels.py")
     return 0

@@ -61,11 +61,11 @@ def test_the_check_of_a_gpu_is_refused_without_one(tmp_path):
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (bench_kernels, ["--tokens", "-1"], "--tokens: -1 must be at least 1"),
-        (bench_kernels, ["--skew", "nan"], "--skew: nan must be a number of at least 0"),
+        (bench_kernels, ["--tokens", "-1"], "--tokens: -1: must be a whole number of at least 1"),
+        (bench_kernels, ["--skew", "nan"], "--skew: nan: must be a number of at least 0"),
         (bench_kernels, ["--json", "/proc/x.json"], "/proc/x.json: cannot be written"),
         (tune_kernels, ["--out", "/proc/x.toml"], "/proc/x.toml: cannot be written"),
-        (check_ring, ["--tokens", "0"], "--tokens: 0 must be at least 1"),
+        (check_ring, ["--tokens", "0"], "--tokens: 0: must be a whole number of at least 1"),
     ],
 )
 def test_a_mistake_is_told_before_any_work(capsys, script, arguments, message):

@@ -54,18 +54,18 @@ def test_megatron(tmp_path):
     [
         (["--ep", "3"], "must be divisible by --ep 3"),
         (["--top-k", "9"], "must be at most"),
-        (["--ep", "0"], "argument --ep: 0 must be at least 1"),
-        (["--iters", "0"], "argument --iters: 0 must be at least 1"),
+        (["--ep", "0"], "--ep: 0: must be a whole number of at least 1"),
+        (["--iters", "0"], "--iters: 0: must be a whole number of at least 1"),
         (["--warmup", "-1"], "--warmup -1 must be at least 0"),
-        (["--num-slices", "0"], "argument --num-slices: 0 must be at least 1"),
-        (["--skew", "nan"], "argument --skew: nan must be a number of at least 0"),
+        (["--num-slices", "0"], "--num-slices: 0: must be a whole number of at least 1"),
+        (["--skew", "nan"], "--skew: nan: must be a number of at least 0"),
         (["--scale", "0.5"], "--scale 0.5 shrinks a --preset"),
         (["--impl", "relay-auto", "relay-auto"], "names one twice"),
         (
             ["--preset", "phi-3.5-moe", "--scale", "1e-5"],
             "--scale 1e-05 leaves nothing of --preset phi-3.5-moe",
         ),
-        (["--json", "no/such/a.json"], "there is no such folder"),
+        (["--json", "/dev/null/a.json"], "cannot be written: /dev/null is no folder"),
     ],
 )
 def test_arguments_are_refused_before_ranks_start(args, message, capsys):

@@ -1,6 +1,7 @@
 """What the command lines of `titan-relay` and of scripts share: the parser, and kinds of values."""
 
 import argparse
+import json
 import math
 import re
 import tempfile
@@ -147,6 +148,12 @@ def one_of(*words: str) -> Callable[[str], str]:
 def file_to_write(text: str) -> Path:
     """A file that can be written once there is something to write; its folders may be missing."""
     return _writable(text, is_folder=False)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write to a path that `file_to_write` gave, made-up folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def folder_to_write(text: str) -> Path:

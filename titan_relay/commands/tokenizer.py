@@ -9,7 +9,6 @@ id, so any text can be encoded.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -42,8 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         f"unigram entropy {statistics.unigram_entropy_nats:.4f} nats per token"
     )
     if args.report:
-        args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text(json.dumps(asdict(statistics), indent=2) + "\n")
+        arg.write_json(args.report, asdict(statistics))
     _print_section(config)
     return 0
 
