@@ -153,6 +153,7 @@ def working_folders(path: Path, shared: bool) -> str:
     run = replace(load_run(path, a_run("any", **COMMON)), dump_folder="out")
     try:
         check_shared_folder(run, Origins("run.toml"), timeout_s=0.5)
+        dist.barrier()  # rank 0 removes its file after the others have seen it
         left = [str(each) for each in own.rglob("*") if each.is_file()]
         return f"left: {left}"
     except ConfigError as error:
