@@ -8,6 +8,7 @@ the rows handed out, whatever the thread has read meanwhile.
 import queue
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,9 @@ class PrefetchingReader:
         """Stops the thread. What it read ahead is lost, so the reader must be given a state."""
         self._stop.set()
         if self._thread is not None:
+            with suppress(queue.Empty):
+                while True:  # make room, or it would wait for some at its next row
+                    self._items.get_nowait()
             self._thread.join()
             self._thread = None
 

@@ -57,6 +57,9 @@ class SyntheticData(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to continue from."""
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 class NoTokenizer(BaseTokenizer):
     """Encodes nothing; synthetic data has token ids already."""

@@ -81,6 +81,10 @@ class RelayDataLoader(BaseDataLoader):
         """Continue from a `state_dict`, whatever the number of ranks that wrote it."""
         self._reader.load_state_dict(state_dict)
 
+    def close(self) -> None:
+        """End the thread that reads ahead, and close files and streams."""
+        self._reader.close()
+
 
 def _to_batch(rows: PackedRow) -> Batch:
     inputs, labels, positions = (

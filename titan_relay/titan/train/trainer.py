@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from titan_relay.titan.model.balance_hook import BalanceStep, moe_layers
 from titan_relay.titan.model.random_numbers import key_of, random_bits
 from titan_relay.titan.recompute.block_levels import BlockRetention
 from titan_relay.titan.recompute.choice import RetentionChoice
+from titan_relay.titan.train.dataloader import RelayDataLoader
 from titan_relay.titan.train.relay_setup import expected_relay, warm_up_kernels
 
 
@@ -52,6 +53,7 @@ class RelayTrainer(Trainer):
 
     config: Config
     metrics_processor: RelayMetricsProcessor
+    dataloader: RelayDataLoader
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -143,6 +145,11 @@ class RelayTrainer(Trainer):
             assert lanes_B is not None, "rows must be numbered where the model samples"
             extra["token_keys"] = self._token_keys(lanes_B, seq_len)
         return inputs, labels, extra
+
+    def close(self) -> None:
+        """Close files and end threads."""
+        with closing(self.dataloader):
+            super().close()
 
     def _token_keys(self, lanes_B: torch.Tensor, seq_len: int) -> torch.Tensor:
         """A key per token of this rank, from seed, step, global row and place in the row."""
