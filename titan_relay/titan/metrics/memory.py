@@ -71,8 +71,9 @@ class CpuMemoryMonitor:
 
     def curves(self) -> dict[str, float]:
         """Memory curves of this rank. The live peak is there only if a step was measured."""
-        curves = {"memory/rss_peak(GiB)": resident_peak_bytes() / GIB}
         rss_bytes = resident_bytes()
+        # The system counts the two in different ways, a few pages apart.
+        curves = {"memory/rss_peak(GiB)": max(resident_peak_bytes(), rss_bytes or 0) / GIB}
         if rss_bytes is not None:
             curves["memory/rss(GiB)"] = rss_bytes / GIB
         if self.live_peak_bytes:

@@ -145,6 +145,7 @@ class RelayMetricsProcessor(MetricsProcessor):
             # The trainer asks before every step, so the first question names the first step.
             self._first_step = step
             self._reported_step = step - 1
+            self._speed.restart()  # building and loading were no step
         return super().should_log(step) or step == self.config.total_steps
 
     @contextmanager
@@ -189,6 +190,8 @@ class RelayMetricsProcessor(MetricsProcessor):
             global_max_loss: largest mean loss of one rank.
             grad_norm: before clipping.
             extra_metrics: further curves, the same on every rank.
+
+        What was added with `add_curves` takes the place of what torchtitan's loop hands in here.
         """
         speed = self._read_speed(step)
         curves = {
@@ -197,9 +200,13 @@ class RelayMetricsProcessor(MetricsProcessor):
             "grad_norm": grad_norm,
             **speed.curves(),
             **self._memory_curves(),
-            **self._added_curves(),
             **(extra_metrics or {}),
+            **self._added_curves(),
         }
+        # Both are float32 sums, in another order: where ranks are alike, the mean may round higher.
+        curves["loss_metrics/global_max_loss"] = max(
+            curves["loss_metrics/global_max_loss"], global_avg_loss
+        )
         self.logger.log(curves, step)
         seconds_left = self._time_left.seconds(step, speed.seconds_per_step)
         progress = RunProgress(step, self.config.total_steps, seconds_left)

@@ -19,6 +19,7 @@ from titan_relay.ops import DocumentMask
 from titan_relay.titan.device import on_cpu
 from titan_relay.titan.metrics.curves import StepCurves
 from titan_relay.titan.metrics.processor import RelayMetricsProcessor
+from titan_relay.titan.metrics.rows import RowCurves
 from titan_relay.titan.model.attention import prepare_cpu_batch
 from titan_relay.titan.model.balance_hook import BalanceStep, moe_layers
 from titan_relay.titan.model.random_numbers import key_of, random_bits
@@ -85,6 +86,13 @@ class RelayTrainer(Trainer):
                 local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             )
             self.metrics_processor.add_curves(self.retention.curves)
+        self.rows = RowCurves(
+            self.parallel_dims,
+            has_loss=not self.parallel_dims.pp_enabled or self.pp_has_last_stage,
+            tokens_per_step=config.training.global_batch_size * config.training.seq_len,
+            device=self.device,
+        )
+        self.metrics_processor.add_curves(self.rows.curves)
         self.metrics_processor.add_curves(curves.balance)
         self.metrics_processor.add_curves(curves.relay, over="mean")
         self.metrics_processor.add_curves(curves.relay_wait, over="max")
@@ -116,11 +124,13 @@ class RelayTrainer(Trainer):
         """
         torch.manual_seed(step_seed(self.config.run.debug.seed, self.step))
         self.balance.step = self.step
-        self.curves.num_steps += 1
+        self.curves.begin_step()
+        self.rows.begin_step(is_reported=self.metrics_processor.should_log(self.step))
         has_state = any(optimizer.state for optimizer in self.optimizers.optimizers)
         self._observer.before_step(has_optimizer_state=has_state)
         with self.metrics_processor.step_memory(self.step):
             super().train_step(data_iterator)
+        self.curves.end_step()
         if self.retention is not None:
             self.retention.after_step()
         self._observer.after_step(self.step)
@@ -132,6 +142,7 @@ class RelayTrainer(Trainer):
         self._observer.before_microbatch()
         loss = super().forward_backward_step(global_valid_tokens=global_valid_tokens, **batch)
         self._observer.after_microbatch()
+        self.rows.add_loss(loss, global_valid_tokens)
         return loss
 
     def post_dataloading_process(
@@ -141,10 +152,20 @@ class RelayTrainer(Trainer):
         input_dict = dict(input_dict)
         lanes_B, seq_len = input_dict.pop("lanes", None), labels.shape[1]
         inputs, labels, extra = self._cut_batch(input_dict, labels)
+        self.rows.add_labels(labels)
         if self._samples and self.model_parts[0].training:
             assert lanes_B is not None, "rows must be numbered where the model samples"
             extra["token_keys"] = self._token_keys(lanes_B, seq_len)
         return inputs, labels, extra
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the trainer itself; the same on every rank."""
+        return {"step": self.step, "ntokens_seen": self.rows.saved_tokens()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict`, whatever the number of ranks that wrote it."""
+        self.step = state_dict["step"]
+        self.rows.load_tokens(state_dict["ntokens_seen"], self.step)
 
     def close(self) -> None:
         """Close files and end threads."""
@@ -168,7 +189,6 @@ class RelayTrainer(Trainer):
         inputs, labels, positions, mask = self.prepare_cpu_batch(
             input_dict["input"], labels, input_dict["positions"]
         )
-        self.ntokens_seen += labels.numel()
         return inputs, labels, {"positions": positions, "attention_masks": mask}
 
     def prepare_cpu_batch(
