@@ -63,6 +63,25 @@ def test_corpus_leaves_out_what_is_no_text_to_learn(tmp_path: Path) -> None:
     assert 3 <= len(validation) <= 25  # 12 expected
 
 
+def test_home_and_variables_are_expanded_in_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("OUT", "written")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "files").mkdir()
+    for number in range(60):
+        (tmp_path / "files" / f"{number}.py").write_text(f"number = {number}\n" * 20)
+    assert main(["corpus", "--source=~/files", "--out=$OUT/corpus"]) == 0
+    out = ["--out", "~/${OUT}/ranks.tiktoken", "--vocab-size", "300"]
+    assert main(["tokenizer", "--files", "$OUT/corpus/*.jsonl", *out]) == 0
+    assert (tmp_path / "written" / "ranks.tiktoken").is_file()
+    assert main(["corpus", "--source=~/files", "--out=$NO_SUCH_FOLDER/corpus"]) == 2
+    assert "--out $NO_SUCH_FOLDER/corpus: the variable NO_SUCH_FOLDER is not set" in (
+        capsys.readouterr().err
+    )
+
+
 def test_split_depends_on_the_path_only(tmp_path: Path, corpus: Path) -> None:
     again = tmp_path / "again"
     assert main(["corpus", "--out", str(again), "--max-bytes", "600000"]) == 0

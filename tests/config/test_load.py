@@ -1,6 +1,7 @@
 """Files, their bases and the command line become one configuration, in the order of precedence."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.files import write_good
-from titan_relay.config import RunConfig, load_config, parse_command_line
-from titan_relay.config.schema import DataConfig, MixtureEntry
+from titan_relay.config import RunConfig, load_config, parse_command_line, to_toml
+from titan_relay.config.schema import DataConfig, MixtureEntry, keys
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,72 @@ def test_command_line_over_file_over_base_over_default() -> None:
     assert config.training.max_norm == 2.0  # command line
     assert config.training.gc_freq == 50  # default
     assert _load("--training.seq_len", "16", file="top.toml").training.seq_len == 16
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "dump_folder",
+        "tokenizer.path",
+        "checkpoint.folder",
+        "checkpoint.initial_load_path",
+        "metrics.save_tb_folder",
+        "comm.save_traces_folder",
+        "profiler.save_traces_folder",
+        "profiler.save_memory_snapshot_folder",
+    ],
+)
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("~/runs/a", "{home}/runs/a"),
+        ("$RUNS/a", "/scratch/me/a"),
+        ("x/${RUNS}_$N/", "x//scratch/me_7/"),
+        ("s3://bucket/a/~b", "s3://bucket/a/~b"),
+        ("./~a$", "./~a$"),
+    ],
+)
+def test_home_and_variables_are_expanded_in_every_path(
+    key: str, text: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set_variables(tmp_path, monkeypatch)
+    *sections, name = key.split(".")
+    _write("path.toml", f'base = "good.toml"\n{key} = "{text}"\n')
+    for config in (_load(file="path.toml"), _load(f"--{key}={text}")):
+        for section in sections:
+            config = getattr(config, section)
+        assert getattr(config, name) == path.replace("{home}", str(tmp_path))
+
+
+def test_home_and_variables_are_expanded_in_every_list_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set_variables(tmp_path, monkeypatch)
+    entry = 'name = "a"\nweight = 1\nfiles = ["~/a.jsonl"]'
+    _write("7.toml", f'base = "~/good.toml"\n[[validator.data.mixture]]\n{entry}\n')
+    config = _load("--data.files", "~/*.jsonl,$RUNS/[ab].jsonl", file="~/$N.toml")
+    assert config.data.files == (f"{tmp_path}/*.jsonl", "/scratch/me/[ab].jsonl")
+    assert config.validator.data.mixture[0].files == (f"{tmp_path}/a.jsonl",)
+
+
+def test_the_configuration_printed_has_the_paths_that_a_run_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set_variables(tmp_path, monkeypatch)
+    assert 'dump_folder = "/scratch/me/a"' in to_toml(_load("--dump_folder=$RUNS/a"))
+
+
+def test_every_key_that_names_files_is_a_path() -> None:
+    """A new key of this kind says so, or is no path in spite of its name."""
+    named = re.compile(r"(^|_|\.)(files?|folder|path)($|_)")
+    no_paths = {"comm.save_traces_file_prefix"}
+    for path, key in keys().items():
+        assert key.rule.path or not named.search(path) or path in no_paths, path
+
+
+def _set_variables(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HOME", str(home)), ("RUNS", "/scratch/me"), ("N", "7")):
+        monkeypatch.setenv(name, value)
 
 
 def test_later_base_over_earlier() -> None:

@@ -19,6 +19,10 @@ from titan_relay.config.schema import keys
 # Surrogates are no text; "none" and blank strings have a meaning of their own.
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 _NAMES = _TEXT.filter(lambda text: text.strip() and text != "none")
+# A path that was read has neither: both have been replaced by what they stand for.
+_PATHS = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="~$"), max_size=12
+).filter(lambda text: text.strip() and text != "none")
 
 
 def _number(kind: type, rule: Rule) -> st.SearchStrategy[Any]:
@@ -46,7 +50,7 @@ def _values(annotation: Any, rule: Rule) -> st.SearchStrategy[Any]:
     if choices_of(annotation):
         return st.sampled_from(choices_of(annotation))
     if item_of(annotation) is not None:
-        items = _values(item_of(annotation), Rule(not_empty=True))
+        items = _values(item_of(annotation), Rule(not_empty=True, path=rule.path))
         return st.lists(items, min_size=int(rule.not_empty), max_size=3).map(tuple)
     if dataclasses.is_dataclass(annotation):
         assert isinstance(annotation, type)
@@ -55,7 +59,8 @@ def _values(annotation: Any, rule: Rule) -> st.SearchStrategy[Any]:
     if annotation is bool:
         return st.booleans()
     if annotation is str:
-        return _NAMES if rule.not_empty else _NAMES | st.just("")
+        names = _PATHS if rule.path else _NAMES
+        return names if rule.not_empty else names | st.just("")
     if annotation in (int, float):
         return _number(annotation, rule)
     return st.dictionaries(_TEXT, st.integers(0, 10**6), max_size=3)

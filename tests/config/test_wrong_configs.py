@@ -10,13 +10,13 @@ from tests.config.wrong import Wrong
 from tests.config.wrong_combinations import COMBINATIONS, DATA
 from tests.config.wrong_degrees import DEGREES, PAIRS, PIPELINES
 from tests.config.wrong_families import FAMILIES
-from tests.config.wrong_inputs import COMMAND_LINES, FILES
+from tests.config.wrong_inputs import COMMAND_LINES, FILES, PATHS
 from tests.config.wrong_values import NAMES, VALUES
 from titan_relay.config import ConfigError, load_config
 from titan_relay.validate import validate
 
 WRONG = NAMES + VALUES + FILES + COMMAND_LINES + DEGREES + PIPELINES + COMBINATIONS + DATA
-WRONG += FAMILIES + PAIRS
+WRONG += FAMILIES + PAIRS + PATHS
 
 
 def _load_and_validate(argv: list[str], ranks: int) -> None:

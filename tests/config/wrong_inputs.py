@@ -76,6 +76,34 @@ FILES = [
     ),
 ]
 
+PATHS = [
+    Wrong(
+        "variable of a path that is not set",
+        'case.toml: dump_folder = "$NO_SUCH_FOLDER/a": the variable NO_SUCH_FOLDER is not set '
+        "here; export it, or write the path out",
+        toml='dump_folder = "$NO_SUCH_FOLDER/a"',
+    ),
+    Wrong(
+        "variable of one file of a mixture",
+        'case.toml: data.mixture[0].files[1] = "${NO_SUCH_FOLDER}/b.jsonl": the variable '
+        "NO_SUCH_FOLDER is not set here; export it, or write the path out",
+        toml='[[data.mixture]]\nname = "a"\nweight = 1\n'
+        'files = ["corpus/a.jsonl", "${NO_SUCH_FOLDER}/b.jsonl"]',
+    ),
+    Wrong(
+        "home of nobody",
+        'command line: --checkpoint.folder = "~no-such-user/a": there is no home folder of '
+        '~no-such-user; write "./~no-such-user/a" for that name here',
+        argv=("--checkpoint.folder=~no-such-user/a",),
+    ),
+    Wrong(
+        "variable of a base that is not set",
+        'case.toml: base = "$NO_SUCH_FOLDER/base.toml": the variable NO_SUCH_FOLDER is not set '
+        "here; export it, or write the path out",
+        whole=b'base = "$NO_SUCH_FOLDER/base.toml"\n',
+    ),
+]
+
 COMMAND_LINES = [
     Wrong(
         "misspelt option",

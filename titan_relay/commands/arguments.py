@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from titan_relay.config import ConfigError
 from titan_relay.config.errors import either
+from titan_relay.config.paths import NoSuchName, expanded
 from titan_relay.config.schema import keys as all_keys
 from titan_relay.config.suggest import where_key_belongs
 
@@ -131,7 +132,15 @@ def not_empty(text: str) -> str:
 
 def a_path(text: str) -> Path:
     """The path of something to read, which says itself what is wrong with it."""
-    return Path(not_empty(text))
+    return Path(path_text(text))
+
+
+def path_text(text: str) -> str:
+    """The same as text, which may be a pattern."""
+    try:
+        return expanded(not_empty(text))
+    except NoSuchName as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
 
 def one_of(*words: str) -> Callable[[str], str]:

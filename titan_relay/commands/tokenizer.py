@@ -50,7 +50,7 @@ def parser() -> arg.CommandParser:
     """The command's options."""
     parser = arg.command_parser("tokenizer", __doc__)
     parser.add_argument(
-        "--files", nargs="+", type=arg.not_empty, required=True,
+        "--files", nargs="+", type=arg.path_text, required=True,
         help="files or globs (.jsonl .json .parquet .txt)",
     )  # fmt: skip
     parser.add_argument(

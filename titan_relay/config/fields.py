@@ -28,6 +28,7 @@ class Rule:
     at_least, at_most: inclusive bounds. above, below: exclusive bounds.
     also: values accepted although they break the bounds, such as -1 for "all".
     not_empty: an empty string or list is refused.
+    path: names a file or a folder, or a list of them: `~` and variables are expanded.
     titan: the torchtitan field this key sets where the name differs from the key's own;
         "" for a key that torchtitan does not know.
     """
@@ -38,6 +39,7 @@ class Rule:
     below: float | None = None
     also: tuple[float, ...] = ()
     not_empty: bool = False
+    path: bool = False
     titan: str | None = None
 
 

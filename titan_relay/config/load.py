@@ -15,6 +15,7 @@ from typing import Any
 from titan_relay.config.command_line import CommandLine, parse_command_line
 from titan_relay.config.errors import COMMAND_LINE, ConfigError, Origins, Place, Setting
 from titan_relay.config.fields import REQUIRED
+from titan_relay.config.paths import read_path
 from titan_relay.config.reader import expectation, read_value
 from titan_relay.config.schema import RunConfig, keys, sections
 from titan_relay.config.suggest import where_key_belongs, where_section_belongs
@@ -50,10 +51,11 @@ def load(command: CommandLine) -> Loaded:
             f"{COMMAND_LINE}: --config is missing: name a TOML file, as in --config FILE.toml"
         )
     named_at = Place(COMMAND_LINE, "--config")
-    settings = _read_over_bases(Path(command.config_file), named_at, ()) | dict(command.settings)
-    given = {path: setting.source for path, setting in settings.items()}
-    config = build(settings, command.config_file)
-    origins = Origins(command.config_file, given)
+    main = read_path(command.config_file, named_at)
+    settings = _read_over_bases(Path(main), named_at, ()) | dict(command.settings)
+    given = {name: setting.source for name, setting in settings.items()}
+    config = build(settings, main)
+    origins = Origins(main, given)
     return Loaded(config, origins, command.print_config, command.plan)
 
 
@@ -68,7 +70,7 @@ def _read_over_bases(path: Path, named_at: Place, chain: tuple[Path, ...]) -> di
     settings: dict[str, Setting] = {}
     for index, base in enumerate(bases):
         named = place if len(bases) == 1 else place.item(index)
-        settings |= _read_over_bases(path.parent / base, named, (*chain, path))
+        settings |= _read_over_bases(path.parent / read_path(base, named), named, (*chain, path))
     return settings | read_tables(tables, str(path))
 
 

@@ -21,6 +21,7 @@ from titan_relay.config.fields import (
     item_of,
     or_word_of,
 )
+from titan_relay.config.paths import read_path
 from titan_relay.config.suggest import nearest
 from titan_relay.config.toml import parse_value
 
@@ -77,6 +78,8 @@ def _read(annotation: Any, rule: Rule, raw: Any, place: Place) -> Any:
 
 def _read_plain(annotation: Any, rule: Rule, raw: Any, place: Place) -> Any:
     """A boolean, an integer, a float or a string."""
+    if rule.path and isinstance(raw, str):
+        raw = read_path(raw, place)
     right = _is_of(annotation, raw)
     if annotation is str:
         right = right and (bool(raw.strip()) or not rule.not_empty)
@@ -110,7 +113,7 @@ def _read_list(annotation: Any, rule: Rule, raw: Any, place: Place) -> tuple[Any
     if not isinstance(raw, list) or (rule.not_empty and not raw):
         raise _wrong(annotation, rule, raw, place)
     item = item_of(annotation)
-    item_rule = Rule(not_empty=True)
+    item_rule = Rule(not_empty=True, path=rule.path)
     return tuple(_read(item, item_rule, each, place.item(i)) for i, each in enumerate(raw))
 
 
@@ -216,11 +219,11 @@ def short_type(annotation: Any, rule: Rule) -> str:
     if choices_of(annotation):
         return " | ".join(choices_of(annotation))
     if item_of(annotation) is not None:
-        return f"list of {short_type(item_of(annotation), Rule())}"
+        return f"list of {short_type(item_of(annotation), Rule(path=rule.path))}"
     if is_table(annotation):
         return "tables"
     if annotation in _NOUNS:
-        return str(annotation.__name__) + limits(rule)
+        return "path" if rule.path else str(annotation.__name__) + limits(rule)
     return "table of int"
 
 

@@ -43,7 +43,9 @@ torchrun --nproc_per_node 8 train.py --config train_configs/my_model.toml --trai
 
 **Files.** UTF-8. `base = "common.toml"` at the top of a file (or a list of names, the later over
 the earlier) names files to extend, relative to the file itself. Tables are merged key by key;
-lists are replaced. All other paths are relative to the working directory.
+lists are replaced. All other paths are relative to the working directory. In every path `~` and
+`$VARIABLES` are expanded, also in a file, in quotes and after `--key=`; `--print-config` prints
+what they stand for.
 
 **Values.** A value has the type of its key, exactly: `"42"`, `42.0` and `1e3` are no integers and
 `"false"` is no boolean; only an integer may stand for a float. TOML has no null: `"none"` unsets a

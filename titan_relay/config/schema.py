@@ -63,7 +63,7 @@ __all__ = [
 class RunConfig:
     """Everything that one training run depends on."""
 
-    dump_folder: str = option("outputs", not_empty=True)
+    dump_folder: str = option("outputs", not_empty=True, path=True)
     """Folder of everything a run writes: checkpoints, TensorBoard curves, traces."""
 
     model: ModelConfig = option()

@@ -30,7 +30,7 @@ class MixtureEntry:
     split: str = option("train", not_empty=True)
     """Split of the hub dataset."""
 
-    files: tuple[str, ...] = option(())
+    files: tuple[str, ...] = option((), path=True)
     """Local files or globs (.jsonl .json .parquet .txt). Give this or dataset."""
 
     text_column: str = option("text", not_empty=True)
@@ -50,7 +50,7 @@ class DataConfig:
     split: str = option("train", not_empty=True, titan="dataloader")
     """Split of the hub dataset."""
 
-    files: tuple[str, ...] = option((), titan="dataloader.dataset_path")
+    files: tuple[str, ...] = option((), path=True, titan="dataloader.dataset_path")
     """Local files or globs: .jsonl (one document per line), .json (a list of documents),
     .parquet, .txt (one document per file). Relative to the working directory."""
 
@@ -78,7 +78,7 @@ class TokenizerConfig:
     kind: Literal["tiktoken", "huggingface"] = option("tiktoken", titan="tokenizer")
     """tiktoken: a rank file with a pattern. huggingface: a folder with tokenizer.json."""
 
-    path: str = option("", titan="hf_assets_path")
+    path: str = option("", path=True, titan="hf_assets_path")
     """The rank file, or a model's folder that has one or tokenizer.json. Relative to the working
     directory."""
 

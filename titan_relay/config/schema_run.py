@@ -17,13 +17,13 @@ class CheckpointConfig:
     enable: bool = option(False)
     """Save checkpoints, and resume from the newest one in the folder."""
 
-    folder: str = option("checkpoint", not_empty=True)
+    folder: str = option("checkpoint", not_empty=True, path=True)
     """Where checkpoints go, inside dump_folder."""
 
     interval: int = option(500, at_least=1)
     """Steps between checkpoints."""
 
-    initial_load_path: str | None = option(None, not_empty=True)
+    initial_load_path: str | None = option(None, not_empty=True, path=True)
     """Checkpoint to start from while the folder is empty: an absolute path or a remote address."""
 
     initial_load_model_only: bool = option(True)
@@ -76,7 +76,7 @@ class MetricsConfig:
     disable_color_printing: bool = option(False)
     """No colours on the console."""
 
-    save_tb_folder: str = option("tb", not_empty=True)
+    save_tb_folder: str = option("tb", not_empty=True, path=True)
     """Where TensorBoard files go, inside dump_folder."""
 
     save_for_all_ranks: bool = option(False)
@@ -103,7 +103,7 @@ class CommConfig:
     trace_buf_size: int = option(20000, at_least=0)
     """Collectives that the flight recorder remembers for a report after a time-out. 0: off."""
 
-    save_traces_folder: str = option("comm_traces", not_empty=True)
+    save_traces_folder: str = option("comm_traces", not_empty=True, path=True)
     """Where flight records go, inside dump_folder."""
 
     save_traces_file_prefix: str = option("rank_", not_empty=True)
@@ -117,7 +117,7 @@ class ProfilerConfig:
     enable_profiling: bool = option(False)
     """Write PyTorch profiler traces."""
 
-    save_traces_folder: str = option("profiling/traces", not_empty=True)
+    save_traces_folder: str = option("profiling/traces", not_empty=True, path=True)
     """Where traces go, inside dump_folder."""
 
     profile_freq: int = option(10, at_least=1)
@@ -144,7 +144,9 @@ class ProfilerConfig:
     memory_snapshot_freq: int | None = option(None, at_least=1)
     """Steps between memory snapshots. none: profile_freq."""
 
-    save_memory_snapshot_folder: str = option("profiling/memory_snapshot", not_empty=True)
+    save_memory_snapshot_folder: str = option(
+        "profiling/memory_snapshot", not_empty=True, path=True
+    )
     """Where memory snapshots go, inside dump_folder."""
 
     memory_snapshot_max_entries: int = option(1_000_000, at_least=1)
