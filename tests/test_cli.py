@@ -217,9 +217,14 @@ def test_one_process_trains_without_torchrun_then_reports_instead_of_training(
     arguments = ["--config", f"{folder}/run.toml", "--dump_folder", f"{tmp_path}/out"]
     arguments += ["--training.steps", "2", "--checkpoint.enable", "true"]
     arguments += ["--checkpoint.last_save_model_only", "false", "--training.local_batch_size", "8"]
+    arguments += ["--validator.freq", "3", "--lr_scheduler.warmup_steps", "50"]
     first = run_cli(*arguments)
     assert first.returncode == 0, first.stderr
-    assert "step: 2/2" in first.stderr + first.stdout
+    said = first.stderr + first.stdout
+    assert said.count("Without effect here: --validator.freq (needs validator.") == 1
+    assert said.count("more than the 40 steps of the schedule") == 1
+    assert "Warmup steps" not in said  # torchtitan's own words
+    assert "step: 2/2" in said
     second = run_cli(*arguments)
     assert second.returncode == 0, second.stderr
     assert "Nothing to train" in second.stderr + second.stdout

@@ -70,7 +70,6 @@ def test_left_over_degree() -> None:
         ["--validator.data.files=not/there.jsonl"],
         ["--data.files=", "--data.dataset=allenai/c4", "--data.subset=en"],
         ["--checkpoint.enable", "--checkpoint.initial_load_path=s3://bucket/run"],
-        ["--checkpoint.initial_load_path=relative/but/unused"],
     ],
 )
 def test_keys_that_go_together(argv: list[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.config.files import write_good
 from tests.config.wrong import Wrong
-from tests.config.wrong_combinations import COMBINATIONS, DATA
+from tests.config.wrong_combinations import COMBINATIONS, DATA, REQUESTS
 from tests.config.wrong_degrees import DEGREES, PAIRS, PIPELINES
 from tests.config.wrong_families import FAMILIES
 from tests.config.wrong_inputs import COMMAND_LINES, FILES, PATHS
@@ -16,7 +16,7 @@ from titan_relay.config import ConfigError, load_config
 from titan_relay.validate import validate
 
 WRONG = NAMES + VALUES + FILES + COMMAND_LINES + DEGREES + PIPELINES + COMBINATIONS + DATA
-WRONG += FAMILIES + PAIRS + PATHS
+WRONG += FAMILIES + PAIRS + PATHS + REQUESTS
 
 
 def _load_and_validate(argv: list[str], ranks: int) -> None:

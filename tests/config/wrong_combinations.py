@@ -2,6 +2,47 @@
 
 from tests.config.wrong import Wrong
 
+_OFF = "needs checkpoint.enable = true; set that, or leave this out"
+
+REQUESTS = [
+    Wrong(
+        "weights to load without checkpoints",
+        f'command line: --checkpoint.initial_load_path = "/no/such/folder": {_OFF}',
+        argv=("--checkpoint.initial_load_path", "/no/such/folder", "--checkpoint.load_step=3"),
+    ),
+    Wrong(
+        "weights of Hugging Face to load without checkpoints",
+        f"case.toml: checkpoint.initial_load_in_hf = true: {_OFF}",
+        toml="[checkpoint]\nenable = false\ninitial_load_in_hf = true",
+    ),
+    Wrong(
+        "step to load without checkpoints",
+        f"case.toml: checkpoint.load_step = 7: {_OFF}",
+        toml="[checkpoint]\nload_step = 7",
+    ),
+    Wrong(
+        "step 0 to load without checkpoints",
+        f"command line: --checkpoint.load_step = 0: {_OFF}",
+        argv=("--checkpoint.load_step=0", "--checkpoint.enable=false"),
+    ),
+    Wrong(
+        "export without checkpoints",
+        f"case.toml: checkpoint.last_save_in_hf = true: {_OFF}",
+        toml="[checkpoint]\nlast_save_in_hf = true",
+    ),
+    Wrong(
+        "checkpoints that are only loaded and are off",
+        f"command line: --checkpoint.load_only = true: {_OFF}",
+        argv=("--checkpoint.load_only",),
+    ),
+    Wrong(
+        "export of a run that saves nothing",
+        "case.toml: checkpoint.last_save_in_hf = true: needs checkpoint.load_only = false; set "
+        "that, or leave this out",
+        toml="[checkpoint]\nenable = true\nload_only = true\nlast_save_in_hf = true",
+    ),
+]
+
 COMBINATIONS = [
     Wrong(
         "more experts per token than experts",
@@ -44,8 +85,8 @@ COMBINATIONS = [
     ),
     Wrong(
         "retention beside the all-to-all",
-        'case.toml: attention_retention.mode = "full": needs relay.dispatcher = "relay"; with '
-        '"alltoall" [activation_checkpoint] decides what is computed again; leave it out',
+        'case.toml: attention_retention.mode = "full": needs relay.dispatcher = "relay"; set '
+        "that, or leave this out",
         toml='[relay]\ndispatcher = "alltoall"\n[attention_retention]\nmode = "full"',
     ),
     Wrong(
@@ -66,7 +107,7 @@ COMBINATIONS = [
     Wrong(
         "budget that nobody spends",
         "case.toml: attention_retention.budget_gib = 2.0: needs attention_retention.mode = "
-        '"auto"; leave it out',
+        '"auto"; set that, or leave this out',
         toml="[attention_retention]\nbudget_gib = 2.0",
     ),
     Wrong(
@@ -83,8 +124,8 @@ COMBINATIONS = [
     ),
     Wrong(
         "margin for nothing",
-        'case.toml: attention_retention.safety_margin = 0.3: needs mode = "auto" or '
-        'block_inputs = "auto"; leave it out',
+        "case.toml: attention_retention.safety_margin = 0.3: needs attention_retention.mode = "
+        '"auto" or attention_retention.block_inputs = "auto"; set that, or leave this out',
         toml="[attention_retention]\nsafety_margin = 0.3",
     ),
     Wrong(
@@ -94,18 +135,20 @@ COMBINATIONS = [
     ),
     Wrong(
         "chunks of a loss in one piece",
-        'case.toml: loss.num_chunks = 4: needs loss.name = "chunked_cross_entropy"; leave it out',
+        'case.toml: loss.num_chunks = 4: needs loss.name = "chunked_cross_entropy"; set that, '
+        "or leave this out",
         toml="[loss]\nnum_chunks = 4",
     ),
     Wrong(
         "size of chunks that are counted",
-        'case.toml: loss.max_chunk_mib = 64.0: needs loss.name = "chunked_cross_entropy" and '
-        'num_chunks = "auto"; leave it out',
+        'case.toml: loss.max_chunk_mib = 64.0: needs loss.num_chunks = "auto"; set that, or '
+        "leave this out",
         toml='[loss]\nname = "chunked_cross_entropy"\nnum_chunks = 4\nmax_chunk_mib = 64',
     ),
     Wrong(
         "warning only without determinism",
-        "case.toml: debug.deterministic_warn_only = true: needs debug.deterministic = true",
+        "case.toml: debug.deterministic_warn_only = true: needs debug.deterministic = true; "
+        "set that, or leave this out",
         toml="[debug]\ndeterministic_warn_only = true",
     ),
     Wrong(
@@ -116,7 +159,8 @@ COMBINATIONS = [
     ),
     Wrong(
         "Hugging Face checkpoint without a path",
-        "case.toml: checkpoint.initial_load_in_hf = true: needs checkpoint.initial_load_path",
+        "case.toml: checkpoint.initial_load_in_hf = true: needs checkpoint.initial_load_path; "
+        "set that, or leave this out",
         toml="[checkpoint]\nenable = true\ninitial_load_in_hf = true",
     ),
     Wrong(

@@ -6,15 +6,17 @@ names only, so that all ranks come to the same answer. Rules about data are in
 `titan_relay.data.check`, those of a model's family in its file; `titan_relay.validate` asks all.
 """
 
-import dataclasses
 import importlib.util
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from titan_relay.config.check_model import check_model
 from titan_relay.config.check_parallelism import check_parallelism
-from titan_relay.config.errors import Origins, Refusal
-from titan_relay.config.schema import AttentionRetentionConfig, RunConfig
+from titan_relay.config.errors import COMMAND_LINE, Origins, Refusal
+from titan_relay.config.fields import Key
+from titan_relay.config.schema import RunConfig, keys
+from titan_relay.config.toml import parse_value
 
 
 def check_keys(config: RunConfig, world_size: int, origins: Origins, *, files: bool = True) -> None:
@@ -25,6 +27,7 @@ def check_keys(config: RunConfig, world_size: int, origins: Origins, *, files: b
         another machine.
     """
     check_model(config, origins)
+    origins.refuse(config, _check_requests(config))
     check_parallelism(config, world_size, origins)
     origins.refuse(
         config,
@@ -35,6 +38,68 @@ def check_keys(config: RunConfig, world_size: int, origins: Origins, *, files: b
         _check_profiler(config),
         _check_checkpoint(config, files=files),
         _check_reporting(config, files=files),
+    )
+
+
+def remarks(config: RunConfig, origins: Origins) -> Iterator[str]:
+    """What is no mistake and may be none of the user's intentions, a line each."""
+    idle = [
+        f"--{key.path} ({why})"
+        for key in keys().values()
+        if origins.given.get(key.path) == COMMAND_LINE and (why := _unmet(config, key))
+    ]
+    if idle:
+        yield f"Without effect here: {', '.join(idle)}"
+    warmup, total = config.lr_scheduler.warmup_steps, schedule_steps(config)
+    if warmup > total:
+        yield (
+            f"lr_scheduler.warmup_steps = {warmup} is more than the {total} steps of the schedule: "
+            "the learning rate rises to its end; for a part of a longer run set "
+            "lr_scheduler.total_steps to the length of that"
+        )
+
+
+def schedule_steps(config: RunConfig) -> int:
+    """Steps over which the learning rate's course is laid out."""
+    return config.lr_scheduler.total_steps or config.training.steps
+
+
+def _check_requests(config: RunConfig) -> Iterator[Refusal]:
+    """Yield a `Refusal` for each key that asks for what nothing would do."""
+    for key in keys().values():
+        asked = key.rule.request and attrgetter(key.path)(config) != key.default
+        if asked and (why := _unmet(config, key)):
+            yield Refusal(key.path, f"{why}; set that, or leave this out")
+
+
+def _unmet(config: RunConfig, key: Key) -> str:
+    """What `key` needs and does not have, as "needs a = 1"; "" for a key that is read."""
+    for group in key.needs:
+        met = [each for each in group if _holds(config, each)]
+        if not met:
+            return f"needs {' or '.join(_in_words(each) for each in group)}"
+        # Where what it needs is itself not read, its own reason is the reason.
+        reasons = [_unmet(config, keys()[each.partition(" ")[0]]) for each in met]
+        if all(reasons):
+            return reasons[0]
+    return ""
+
+
+def _holds(config: RunConfig, condition: str) -> bool:
+    path, _, rest = condition.partition(" ")
+    value = attrgetter(path)(config)
+    relation, _, text = rest.partition(" ")
+    if not relation:
+        return bool(value)
+    wanted = parse_value(text)
+    return bool(value > wanted if relation == ">" else value == wanted)
+
+
+def _in_words(condition: str) -> str:
+    return (
+        f"{condition} = true"
+        if condition in keys() and keys()[condition].type is bool
+        else condition
     )
 
 
@@ -60,15 +125,6 @@ def _check_who_decides(config: RunConfig) -> Iterator[Refusal]:
                 "decides what is computed again; leave it out",
             )
         return
-    defaults = AttentionRetentionConfig()
-    for field in dataclasses.fields(defaults):
-        value = getattr(config.attention_retention, field.name)
-        if value != getattr(defaults, field.name):
-            yield Refusal(
-                f"attention_retention.{field.name}",
-                'needs relay.dispatcher = "relay"; with "alltoall" [activation_checkpoint] '
-                "decides what is computed again; leave it out",
-            )
     compiles = config.compile.enable and "model" in config.compile.components
     if mode == "memory_budget" and not compiles:
         yield Refusal(
@@ -97,17 +153,6 @@ def _check_retention(config: RunConfig) -> Iterator[Refusal]:
             'goes together with attention_retention.block_inputs = "host" or "auto"; give both or '
             "neither",
         )
-    decides = "auto" in (retention.mode, retention.block_inputs)
-    if retention.safety_margin != AttentionRetentionConfig().safety_margin and not decides:
-        yield Refusal(
-            "attention_retention.safety_margin",
-            'needs mode = "auto" or block_inputs = "auto"; leave it out',
-        )
-    if retention.mode != "auto" and retention.budget_gib != "auto":
-        yield Refusal(
-            "attention_retention.budget_gib",
-            'needs attention_retention.mode = "auto"; leave it out',
-        )
 
 
 def _check_debug(config: RunConfig) -> Iterator[Refusal]:
@@ -119,8 +164,6 @@ def _check_debug(config: RunConfig) -> Iterator[Refusal]:
     if conflict := config.relay.conflict():
         key, needs = conflict
         yield Refusal(f"relay.{key}", f"needs relay.{needs}; leave it out")
-    if config.debug.deterministic_warn_only and not config.debug.deterministic:
-        yield Refusal("debug.deterministic_warn_only", "needs debug.deterministic = true")
 
 
 def _check_reporting(config: RunConfig, *, files: bool) -> Iterator[Refusal]:
@@ -150,8 +193,6 @@ def _check_checkpoint(config: RunConfig, *, files: bool) -> Iterator[Refusal]:
     checkpoint = config.checkpoint
     if not checkpoint.enable:
         return
-    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
-        yield Refusal("checkpoint.initial_load_in_hf", "needs checkpoint.initial_load_path")
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         yield Refusal(
             "checkpoint.initial_load_model_only",

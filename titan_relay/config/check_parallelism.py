@@ -14,7 +14,6 @@ from titan_relay.config.degrees import (
 )
 from titan_relay.config.errors import Origins, Refusal, either
 from titan_relay.config.schema import RunConfig
-from titan_relay.config.schema_model import LossConfig
 
 _AXES = {
     "dp_replicate": "data_parallel_replicate_degree",
@@ -155,20 +154,7 @@ def _check_batch(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
 
 
 def _check_loss_chunks(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
-    defaults = LossConfig()
-    chunked = config.loss.name == "chunked_cross_entropy"
-    for key, value, used, needs in (
-        ("num_chunks", config.loss.num_chunks, chunked, 'name = "chunked_cross_entropy"'),
-        (
-            "max_chunk_mib",
-            config.loss.max_chunk_mib,
-            chunked and config.loss.num_chunks == "auto",
-            'name = "chunked_cross_entropy" and num_chunks = "auto"',
-        ),
-    ):
-        if not used and value != getattr(defaults, key):
-            yield Refusal(f"loss.{key}", f"needs loss.{needs}; leave it out")
-    if not chunked or config.loss.num_chunks == "auto":
+    if config.loss.name != "chunked_cross_entropy" or config.loss.num_chunks == "auto":
         return
     local_len = config.training.seq_len // degrees.cp
     if local_len % config.loss.num_chunks:

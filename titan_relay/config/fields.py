@@ -29,6 +29,9 @@ class Rule:
     also: values accepted although they break the bounds, such as -1 for "all".
     not_empty: an empty string or list is refused.
     path: names a file or a folder, or a list of them: `~` and variables are expanded.
+    needs: a condition, or several of which one must hold, without which nothing reads the key:
+        ``KEY`` (is set), ``KEY = VALUE`` or ``KEY > NUMBER``, KEY of the same section or dotted.
+    request: to set it is to ask for something, which is an error where `needs` does not hold.
     titan: the torchtitan field this key sets where the name differs from the key's own;
         "" for a key that torchtitan does not know.
     """
@@ -40,6 +43,8 @@ class Rule:
     also: tuple[float, ...] = ()
     not_empty: bool = False
     path: bool = False
+    needs: str | tuple[str, ...] = ()
+    request: bool = False
     titan: str | None = None
 
 
@@ -51,20 +56,27 @@ def option(default: Any = dataclasses.MISSING, **rule: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(factory: Callable[[], Any]) -> Any:
-    """A dataclass field holding a sub-table; `factory` makes its default."""
-    return dataclasses.field(default_factory=factory, metadata={"rule": Rule()})
+def section(factory: Callable[[], Any], **rule: Any) -> Any:
+    """A dataclass field holding a sub-table; `factory` makes its default.
+
+    rule: `needs`, of its own keys or dotted, and `request`, of all its keys and those below.
+    """
+    return dataclasses.field(default_factory=factory, metadata={"rule": Rule(**rule)})
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key: dotted path, type annotation, rule, default (`REQUIRED` if none), meaning."""
+    """One key: dotted path, type annotation, rule, default (`REQUIRED` if none), meaning.
+
+    needs: conditions on dotted paths, its sections' among them; of each group one must hold.
+    """
 
     path: str
     type: Any
     rule: Rule
     default: Any
     meaning: str
+    needs: tuple[tuple[str, ...], ...] = ()
 
     @property
     def name(self) -> str:
@@ -92,12 +104,27 @@ def keys_in(cls: type) -> dict[str, Key]:
     return {key.path: key for key in _all_fields(cls) if not is_table(key.type)}
 
 
-def _all_fields(cls: type, path: str = "", defaults: Any = REQUIRED) -> Iterator[Key]:
-    """Keys and sections, each section before its keys."""
-    for key in fields_of(cls, path, defaults):
+def _all_fields(cls: type, path: str = "", above: Key | None = None) -> Iterator[Key]:
+    """Keys and sections, each section before its keys, with what sections ask of their keys."""
+    for key in fields_of(cls, path, REQUIRED if above is None else above.default):
+        if above is not None:
+            groups = (each for each in above.needs if not _are_about(key.path, each))
+            rule = dataclasses.replace(key.rule, request=key.rule.request or above.rule.request)
+            key = dataclasses.replace(key, rule=rule, needs=(*groups, *key.needs))
         yield key
         if is_table(key.type):
-            yield from _all_fields(key.type, key.path, key.default)
+            yield from _all_fields(key.type, key.path, key)
+
+
+def _are_about(path: str, conditions: tuple[str, ...]) -> bool:
+    return any(each.partition(" ")[0] == path for each in conditions)
+
+
+def _needs(rule: Rule, section: str) -> tuple[tuple[str, ...], ...]:
+    """The conditions of a rule, on dotted paths."""
+    group = (rule.needs,) if isinstance(rule.needs, str) else rule.needs
+    dotted = (each if "." in each.partition(" ")[0] else f"{section}.{each}" for each in group)
+    return (tuple(dotted),) if group else ()
 
 
 def fields_of(cls: type, prefix: str, defaults: Any = REQUIRED) -> list[Key]:
@@ -107,16 +134,14 @@ def fields_of(cls: type, prefix: str, defaults: Any = REQUIRED) -> list[Key]:
     """
     hints = typing.get_type_hints(cls)
     meanings = _meanings(cls)
-    return [
-        Key(
-            path=f"{prefix}.{field.name}" if prefix else field.name,
-            type=hints[field.name],
-            rule=field.metadata["rule"],
-            default=_default(field, defaults),
-            meaning=meanings[field.name],
-        )
-        for field in dataclasses.fields(cls)
-    ]
+
+    def key_of(field: Any) -> Key:
+        path = f"{prefix}.{field.name}" if prefix else field.name
+        rule, type_ = field.metadata["rule"], hints[field.name]
+        needs = _needs(rule, path if is_table(type_) else prefix)
+        return Key(path, type_, rule, _default(field, defaults), meanings[field.name], needs)
+
+    return [key_of(field) for field in dataclasses.fields(cls)]
 
 
 class OrWord(typing.NamedTuple):

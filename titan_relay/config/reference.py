@@ -57,6 +57,10 @@ twice the last value counts.
 the run before anything is built: one line with the file (or "command line"), the key, the value,
 and what would be right, and exit code 2.
 
+**Keys that are off.** Where a section or a feature is off, its keys in a file are not read, so
+that one file serves with it and without; on the command line they are named in a line at the start.
+A key that asks for something (weights or a step to load, an export, a budget) is an error there.
+
 **Ranks.** `data_parallel_replicate_degree * data_parallel_shard_degree * context_parallel_degree *
 tensor_parallel_degree * pipeline_parallel_degree` is the number of ranks.
 `expert_parallel_degree` is no factor of it: the ring of experts runs over ranks of `dp_shard`, `cp`

@@ -93,19 +93,23 @@ class RunConfig:
     lr_scheduler: LRSchedulerConfig = section(LRSchedulerConfig)
     """The learning rate's course."""
 
-    attention_retention: AttentionRetentionConfig = section(AttentionRetentionConfig)
+    attention_retention: AttentionRetentionConfig = section(
+        AttentionRetentionConfig, needs='relay.dispatcher = "relay"', request=True
+    )
     """What blocks keep for backward, with the relay."""
 
-    activation_checkpoint: ActivationCheckpointConfig = section(ActivationCheckpointConfig)
+    activation_checkpoint: ActivationCheckpointConfig = section(
+        ActivationCheckpointConfig, needs='relay.dispatcher = "alltoall"'
+    )
     """What is computed again in backward, with the all-to-all."""
 
-    compile: CompileConfig = section(CompileConfig)
+    compile: CompileConfig = section(CompileConfig, needs="enable")
     """torch.compile."""
 
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig, needs="enable")
     """Saving and resuming."""
 
-    validator: ValidatorConfig = section(ValidatorConfig)
+    validator: ValidatorConfig = section(ValidatorConfig, needs="enable")
     """Loss on held-out documents."""
 
     metrics: MetricsConfig = section(MetricsConfig)

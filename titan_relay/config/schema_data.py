@@ -47,7 +47,7 @@ class DataConfig:
     subset: str = option("", titan="dataloader")
     """Configuration of the hub dataset, such as "en"."""
 
-    split: str = option("train", not_empty=True, titan="dataloader")
+    split: str = option("train", not_empty=True, titan="dataloader", needs="dataset")
     """Split of the hub dataset."""
 
     files: tuple[str, ...] = option((), path=True, titan="dataloader.dataset_path")
@@ -82,11 +82,11 @@ class TokenizerConfig:
     """The rank file, or a model's folder that has one or tokenizer.json. Relative to the working
     directory."""
 
-    pattern: str = option("cl100k", not_empty=True, titan="tokenizer")
+    pattern: str = option("cl100k", not_empty=True, titan="tokenizer", needs='kind = "tiktoken"')
     """For tiktoken: the regular expression that splits text before merging, or the name of a
     known one: gpt2, cl100k, o200k, llama3, qwen2."""
 
-    special_tokens: dict[str, int] = option({}, titan="tokenizer")
+    special_tokens: dict[str, int] = option({}, titan="tokenizer", needs='kind = "tiktoken"')
     """For tiktoken: special tokens and their ids, such as {"<|endoftext|>" = 4095}. With a folder
     as path, beside those of its tokenizer_config.json."""
 

@@ -64,7 +64,9 @@ class MoEConfig:
     aux_loss_coeff: float = option(0.0, at_least=0, titan="")
     """Weight of the auxiliary load-balancing loss. 0: off."""
 
-    aux_loss_scope: Literal["sequence", "batch"] = option("sequence", titan="")
+    aux_loss_scope: Literal["sequence", "batch"] = option(
+        "sequence", titan="", needs="aux_loss_coeff > 0"
+    )
     """Over which tokens an expert's share of assignments is taken for the auxiliary loss: each
     sequence by itself (the same for any number of ranks and microbatches), or one microbatch of
     all ranks (depends on the number of gradient accumulation steps)."""
@@ -204,10 +206,16 @@ class LossConfig:
     whole [tokens, vocab_size] matrix never exists."""
 
     num_chunks: int | Literal["auto"] = option(
-        "auto", at_least=1, titan="ChunkedCELoss.Config.num_chunks"
+        "auto",
+        at_least=1,
+        titan="ChunkedCELoss.Config.num_chunks",
+        needs='name = "chunked_cross_entropy"',
+        request=True,
     )
     """Parts of the sequence for chunked_cross_entropy. auto: as few as max_chunk_mib allows."""
 
-    max_chunk_mib: float = option(512.0, above=0, titan="")
+    max_chunk_mib: float = option(
+        512.0, above=0, titan="", needs='num_chunks = "auto"', request=True
+    )
     """For num_chunks = "auto": MiB that the logits of one part may take, copies and gradients
     included."""

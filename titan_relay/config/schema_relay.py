@@ -82,12 +82,21 @@ class AttentionRetentionConfig:
     """A level for every layer of the model, first to last, such as the list that a run with mode =
     "auto" logs. none: mode decides."""
 
-    budget_gib: float | Literal["auto"] = option("auto", at_least=0, titan="")
+    budget_gib: float | Literal["auto"] = option(
+        "auto", at_least=0, titan="", needs='mode = "auto"', request=True
+    )
     """For mode = "auto": GiB per rank that may be spent on what levels output and full keep. auto:
     what the peak of the second step leaves of the memory, less safety_margin; until then nothing
     is kept."""
 
-    safety_margin: float = option(0.1, at_least=0, below=1, titan="")
+    safety_margin: float = option(
+        0.1,
+        at_least=0,
+        below=1,
+        titan="",
+        needs=('mode = "auto"', 'block_inputs = "auto"'),
+        request=True,
+    )
     """For budget_gib and block_inputs = "auto": share of the memory that stays free."""
 
     block_inputs: Literal["device", "host", "auto"] = option("device", titan="")

@@ -20,31 +20,33 @@ class CheckpointConfig:
     folder: str = option("checkpoint", not_empty=True, path=True)
     """Where checkpoints go, inside dump_folder."""
 
-    interval: int = option(500, at_least=1)
+    interval: int = option(500, at_least=1, needs="load_only = false")
     """Steps between checkpoints."""
 
-    initial_load_path: str | None = option(None, not_empty=True, path=True)
+    initial_load_path: str | None = option(None, not_empty=True, path=True, request=True)
     """Checkpoint to start from while the folder is empty: an absolute path or a remote address."""
 
-    initial_load_model_only: bool = option(True)
+    initial_load_model_only: bool = option(True, needs="initial_load_path")
     """Take only the weights from initial_load_path, not optimizer, schedule and data position."""
 
-    initial_load_in_hf: bool = option(False)
+    initial_load_in_hf: bool = option(False, needs="initial_load_path", request=True)
     """initial_load_path holds Hugging Face safetensors."""
 
-    last_save_model_only: bool = option(True)
+    last_save_model_only: bool = option(True, needs="load_only = false")
     """The checkpoint after the last step holds only weights. false: training can go on from it."""
 
-    last_save_in_hf: bool = option(False)
+    last_save_in_hf: bool = option(False, needs="load_only = false", request=True)
     """Write the checkpoint after the last step as Hugging Face safetensors."""
 
-    export_dtype: Literal["float16", "bfloat16", "float32"] = option("float32")
+    export_dtype: Literal["float16", "bfloat16", "float32"] = option(
+        "float32", needs="last_save_model_only"
+    )
     """Type of the weights in a last checkpoint that holds only weights."""
 
-    keep_latest_k: int = option(10, at_least=2, also=(0,))
+    keep_latest_k: int = option(10, at_least=2, also=(0,), needs="load_only = false")
     """Checkpoints to keep; older ones are deleted. 0: all."""
 
-    load_step: int = option(-1, at_least=0, also=(-1,))
+    load_step: int = option(-1, at_least=0, also=(-1,), request=True)
     """Step to resume from; later checkpoints are renamed, once. -1: the newest."""
 
     exclude_from_loading: tuple[
@@ -55,10 +57,12 @@ class CheckpointConfig:
     enable_first_step_checkpoint: bool = option(False)
     """Save after step 1 too, to see early that saving works."""
 
-    load_only: bool = option(False)
+    load_only: bool = option(False, request=True)
     """Resume but never save."""
 
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = option("disabled")
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = option(
+        "disabled", needs="load_only = false"
+    )
     """disabled: training waits for the save. async: a thread saves. async_with_pinned_mem: copied
     to pinned memory, then another process saves."""
 
@@ -76,10 +80,10 @@ class MetricsConfig:
     disable_color_printing: bool = option(False)
     """No colours on the console."""
 
-    save_tb_folder: str = option("tb", not_empty=True, path=True)
+    save_tb_folder: str = option("tb", not_empty=True, path=True, needs="enable_tensorboard")
     """Where TensorBoard files go, inside dump_folder."""
 
-    save_for_all_ranks: bool = option(False)
+    save_for_all_ranks: bool = option(False, needs=("enable_tensorboard", "enable_wandb"))
     """Write curves for every rank, not only for the one that reports the loss."""
 
     enable_wandb: bool = option(False)
@@ -103,10 +107,12 @@ class CommConfig:
     trace_buf_size: int = option(20000, at_least=0)
     """Collectives that the flight recorder remembers for a report after a time-out. 0: off."""
 
-    save_traces_folder: str = option("comm_traces", not_empty=True, path=True)
+    save_traces_folder: str = option(
+        "comm_traces", not_empty=True, path=True, needs="trace_buf_size > 0"
+    )
     """Where flight records go, inside dump_folder."""
 
-    save_traces_file_prefix: str = option("rank_", not_empty=True)
+    save_traces_file_prefix: str = option("rank_", not_empty=True, needs="trace_buf_size > 0")
     """Start of a flight record's file name, before the rank."""
 
 
@@ -117,39 +123,44 @@ class ProfilerConfig:
     enable_profiling: bool = option(False)
     """Write PyTorch profiler traces."""
 
-    save_traces_folder: str = option("profiling/traces", not_empty=True, path=True)
+    save_traces_folder: str = option(
+        "profiling/traces", not_empty=True, path=True, needs="enable_profiling"
+    )
     """Where traces go, inside dump_folder."""
 
-    profile_freq: int = option(10, at_least=1)
+    profile_freq: int = option(10, at_least=1, needs=("enable_profiling", "enable_memory_snapshot"))
     """Steps per profiling cycle; one trace per cycle."""
 
-    profiler_repeat: int | None = option(None, at_least=0)
+    profiler_repeat: int | None = option(None, at_least=0, needs="enable_profiling")
     """Cycles to run. none or 0: until training ends."""
 
-    profiler_skip_first: int | None = option(None, at_least=0)
+    profiler_skip_first: int | None = option(None, at_least=0, needs="enable_profiling")
     """Steps before the first cycle. none: 0."""
 
-    profiler_skip_first_wait: int | None = option(None, at_least=0)
+    profiler_skip_first_wait: int | None = option(None, at_least=0, needs="enable_profiling")
     """1 or more: the first cycle does not wait before its warm-up. none: 0."""
 
-    profiler_active: int = option(1, at_least=1)
+    profiler_active: int = option(1, at_least=1, needs="enable_profiling")
     """Steps recorded per cycle."""
 
-    profiler_warmup: int = option(3, at_least=0)
+    profiler_warmup: int = option(3, at_least=0, needs="enable_profiling")
     """Steps traced and thrown away before the recorded ones."""
 
     enable_memory_snapshot: bool = option(False)
     """Write snapshots of the CUDA allocator; also when memory runs out."""
 
-    memory_snapshot_freq: int | None = option(None, at_least=1)
+    memory_snapshot_freq: int | None = option(None, at_least=1, needs="enable_memory_snapshot")
     """Steps between memory snapshots. none: profile_freq."""
 
     save_memory_snapshot_folder: str = option(
-        "profiling/memory_snapshot", not_empty=True, path=True
+        "profiling/memory_snapshot",
+        not_empty=True,
+        path=True,
+        needs="enable_memory_snapshot",
     )
     """Where memory snapshots go, inside dump_folder."""
 
-    memory_snapshot_max_entries: int = option(1_000_000, at_least=1)
+    memory_snapshot_max_entries: int = option(1_000_000, at_least=1, needs="enable_memory_snapshot")
     """Allocations and frees remembered per snapshot; older ones are dropped."""
 
 
@@ -164,7 +175,7 @@ class DebugConfig:
     deterministic: bool = option(False)
     """Use only deterministic algorithms; slower."""
 
-    deterministic_warn_only: bool = option(False)
+    deterministic_warn_only: bool = option(False, needs="deterministic", request=True)
     """With deterministic: warn about an operator that has no such algorithm, do not stop."""
 
     moe_force_load_balance: bool = option(False)

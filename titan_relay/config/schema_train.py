@@ -10,6 +10,8 @@ from typing import Literal
 
 from titan_relay.config.fields import option
 
+_PIPELINE = "pipeline_parallel_degree > 1"
+_RECOMPUTES = tuple(f'mode = "{mode}"' for mode in ("selective", "full", "memory_budget"))
 ParamDType = Literal["float32", "bfloat16"]
 PipelineSchedule = Literal[
     "1F1B",
@@ -87,36 +89,40 @@ class ParallelismConfig:
     tensor_parallel_degree: int = option(1, at_least=1)
     """Ranks over which each attention layer's heads are split."""
 
-    enable_sequence_parallel: bool = option(True)
+    enable_sequence_parallel: bool = option(True, needs="tensor_parallel_degree > 1")
     """With tensor parallelism, split the sequence over its ranks outside attention too."""
 
     pipeline_parallel_degree: int = option(1, at_least=1)
     """Ranks over which the layers are split; a rank may hold several stages."""
 
-    pipeline_parallel_schedule: PipelineSchedule = option("1F1B")
+    pipeline_parallel_schedule: PipelineSchedule = option("1F1B", needs=_PIPELINE)
     """Order of the microbatches' forwards and backwards. 1F1B and GPipe have one stage per rank,
     the others two unless pipeline_parallel_layers_per_stage says otherwise."""
 
-    pipeline_parallel_microbatch_size: int = option(1, at_least=1)
+    pipeline_parallel_microbatch_size: int = option(1, at_least=1, needs=_PIPELINE)
     """Sequences per pipeline microbatch; divides training.local_batch_size."""
 
-    pipeline_parallel_first_stage_less_layers: int = option(1, at_least=0)
+    pipeline_parallel_first_stage_less_layers: int = option(1, at_least=0, needs=_PIPELINE)
     """Layers fewer in the first stage, which also holds the embedding."""
 
-    pipeline_parallel_last_stage_less_layers: int = option(1, at_least=0)
+    pipeline_parallel_last_stage_less_layers: int = option(1, at_least=0, needs=_PIPELINE)
     """Layers fewer in the last stage, which also holds the output head and the loss."""
 
-    pipeline_parallel_layers_per_stage: int | None = option(None, at_least=1)
+    pipeline_parallel_layers_per_stage: int | None = option(None, at_least=1, needs=_PIPELINE)
     """Layers per pipeline stage; sets the number of stages. none: follows from the schedule."""
 
-    module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = option(None, not_empty=True)
+    module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = option(
+        None, not_empty=True, needs=_PIPELINE
+    )
     """Modules of every pipeline stage by name, such as [["tok_embeddings", "layers.0"],
     ["layers.1", "norm", "lm_head"]]. none: an even split of the layers."""
 
     context_parallel_degree: int = option(1, at_least=1)
     """Ranks over which one sequence is split; keys and values are gathered for attention."""
 
-    context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = option("headtail")
+    context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = option(
+        "headtail", needs="context_parallel_degree > 1"
+    )
     """How the sequence is dealt out so that causal attention costs every rank the same: headtail
     (a piece from both ends), ptrr (by the document mask), none (in order)."""
 
@@ -186,19 +192,19 @@ class ActivationCheckpointConfig:
     """none: keep all activations. selective: keep the costly operators' outputs. full: keep each
     block's input only. memory_budget: let torch.compile choose within memory_budget."""
 
-    preserve_rng_state: bool = option(True)
+    preserve_rng_state: bool = option(True, needs=_RECOMPUTES)
     """Restore the random-number state for the recomputation, as dropout needs."""
 
-    determinism_check: Literal["default", "none"] = option("default")
+    determinism_check: Literal["default", "none"] = option("default", needs=_RECOMPUTES)
     """default: recomputed tensors must have the shapes, types and devices of the first ones."""
 
-    debug: bool = option(False)
+    debug: bool = option(False, needs=_RECOMPUTES)
     """Record every operator of a checkpointed block, for errors that say what differed. Slow."""
 
-    memory_budget: float = option(0.5, at_least=0, at_most=1)
+    memory_budget: float = option(0.5, at_least=0, at_most=1, needs='mode = "memory_budget"')
     """For mode = "memory_budget": 0 keeps as little as full, 1 keeps what is fastest."""
 
-    visualize_memory_budget_pareto: bool = option(False)
+    visualize_memory_budget_pareto: bool = option(False, needs='mode = "memory_budget"')
     """For mode = "memory_budget": write a plot of time against memory to the dump folder."""
 
 

@@ -15,6 +15,7 @@ import torch
 from torchtitan.tools.logging import init_logger, logger
 
 from titan_relay.config import ConfigError, Origins, RunConfig, to_toml
+from titan_relay.config.check import remarks
 from titan_relay.config.degrees import global_batch_size
 from titan_relay.data import DataError
 from titan_relay.moe import RingError
@@ -70,6 +71,8 @@ def run(config: RunConfig, world_size: int, origins: Origins) -> int:
     if config.debug.print_config:
         logger.info(f"Configuration:\n{to_toml(config)}")
     log_summary(config, world_size)
+    for remark in remarks(config, origins):
+        logger.info(remark)
     try:
         return _train(trainer_config, rank, origins)
     finally:

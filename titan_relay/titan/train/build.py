@@ -20,6 +20,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 
 from titan_relay.config import degrees_of
+from titan_relay.config.check import schedule_steps
 from titan_relay.config.degrees import global_batch_size, loss_chunks
 from titan_relay.config.schema import DataConfig, RunConfig
 from titan_relay.titan.device import on_cpu
@@ -57,7 +58,7 @@ def build_trainer_config(
         training=_training(run, rows, in_float32),
         parallelism=_parallelism(run),
         optimizer=_optimizer(run),
-        lr_scheduler=LRSchedulersContainer.Config(**_fields(run.lr_scheduler)),
+        lr_scheduler=_lr_scheduler(run),
         checkpoint=_checkpoint(run),
         activation_checkpoint=_recompute(run),
         compile=titan.CompileConfig(
@@ -147,6 +148,13 @@ def _optimizer(run: RunConfig) -> OptimizersContainer.Config:
             )
         ],
     )
+
+
+def _lr_scheduler(run: RunConfig) -> LRSchedulersContainer.Config:
+    values = _fields(run.lr_scheduler)
+    # torchtitan cuts a warm-up longer than the schedule too, with a warning of its own.
+    values["warmup_steps"] = min(values["warmup_steps"], schedule_steps(run))
+    return LRSchedulersContainer.Config(**values)
 
 
 def _checkpoint(run: RunConfig) -> RelayCheckpointManager.Config:
