@@ -119,7 +119,8 @@ class Beside:
         default_factory=dict
     )  # within one step, up to its report
     report_seconds: dict[int, float] = field(default_factory=dict)  # since the report before
-    validation_seconds: dict[int, float] = field(default_factory=dict)  # from the step's report
+    # From a validation's beginning to its loss, and to its report.
+    validation_seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
     state_bytes: int = 0  # parameters, gradients and two moments
     peak_resident_bytes: int = 0
     num_flops_per_token: int = 0
@@ -148,14 +149,15 @@ def _trained(folder: Path, run: Run) -> Beside:
     trainer, beside = trainer_of(folder, run), Beside()
     metrics = trainer.metrics_processor
     log, log_validation, train_step = metrics.log, metrics.log_validation, trainer.train_step
-    report = step_start = time.perf_counter()
+    report = step_start = validation_start = time.perf_counter()
 
     def timed_log(step: int, *args: Any, **more: Any) -> None:
         nonlocal report
-        beside.step_seconds[step] = time.perf_counter() - step_start
+        start = time.perf_counter()
+        beside.step_seconds[step] = start - step_start
         log(step, *args, **more)
-        beside.report_seconds[step] = time.perf_counter() - report
-        report = time.perf_counter()
+        # An interval begins within the report before.
+        beside.report_seconds[step], report = time.perf_counter() - report, start
 
     def timed_step(data: Any) -> None:
         nonlocal step_start
@@ -163,9 +165,18 @@ def _trained(folder: Path, run: Run) -> Beside:
         train_step(data)
 
     def timed_log_validation(loss: float, step: int, **more: Any) -> None:
+        computed = time.perf_counter() - validation_start
         log_validation(loss, step, **more)
-        beside.validation_seconds[step] = time.perf_counter() - report
+        reported = time.perf_counter() - validation_start
+        beside.validation_seconds[step] = (computed, reported)
 
+    def timed_validation(model_parts: Any, step: int) -> None:
+        nonlocal validation_start
+        validation_start = time.perf_counter()
+        validate(model_parts, step)
+
+    if trainer.config.validator.enable:
+        validate, trainer.validator.validate = trainer.validator.validate, timed_validation
     metrics.log, metrics.log_validation = timed_log, timed_log_validation
     trainer.train_step = timed_step
     trainer.train()

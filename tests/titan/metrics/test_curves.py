@@ -195,9 +195,8 @@ def test_validation_takes_its_steps_of_whole_global_batches(name: str, outcome: 
     assert set(truth.validation_losses) == VALIDATED
     assert curves["validation_metrics/loss"] == pytest.approx(truth.validation_losses, rel=1e-5)
     for step, rate in curves["validation_metrics/tokens_per_second"].items():
-        seconds = [rank.validation_seconds[step] for rank in beside]
-        # From one report to the other there is little but the validation.
-        assert 0.6 * min(seconds) <= TOKENS_PER_STEP / rate <= max(seconds)
+        computed, reported = zip(*[rank.validation_seconds[step] for rank in beside], strict=True)
+        assert 0.6 * min(computed) <= TOKENS_PER_STEP / rate <= max(reported)
 
 
 @every_layout
@@ -211,7 +210,7 @@ def test_speeds_are_those_that_a_wall_clock_allows(name: str, outcome: Outcome) 
         teraflops = per_device * beside[-1].num_flops_per_token / 1e12
         assert curves["throughput/device_tflops"][step] == pytest.approx(teraflops)
         within = min(rank.step_seconds[step] for rank in beside)
-        assert 0.95 * within <= seconds <= max(rank.report_seconds[step] for rank in beside)
+        assert 0.6 * within <= seconds <= max(rank.report_seconds[step] for rank in beside)
         waiting = curves["time/data_loading(s)"][step]
         assert 0 <= waiting <= seconds
         assert curves["time/data_loading(%)"][step] == pytest.approx(100 * waiting / seconds)
