@@ -1,9 +1,18 @@
 """What a process makes of the launcher that started it, or of a batch system without one."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from tests.support.cli import ROOT
+from tests.titan.runs import config_file, write_data
 from titan_relay.cli import main
-from titan_relay.launcher import place_among_ranks
+from titan_relay.launcher import place_among_ranks, say_error
 
 
 @pytest.mark.parametrize(
@@ -94,3 +103,65 @@ def test_a_process_alone_in_its_task_is_one_rank(environment: dict[str, str]) ->
 def test_a_rank_of_torchrun_below_srun_is_what_torchrun_says() -> None:
     environment = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     assert place_among_ranks({**environment, "RANK": "5", "WORLD_SIZE": "8"}, ()) == (5, 8)
+
+
+def torchrun(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Two ranks of a run whose file is named after the rank; torchrun's code, output, last words.
+
+    The last words are what it shows as the root cause.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc_per_node", "2", "-m", "titan_relay", "train", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    report = done.stderr.rpartition("Root Cause")[2]
+    (words,) = re.findall(r"traceback : (.*)", report)
+    return done.returncode, done.stdout + done.stderr, words
+
+
+def files_by_rank(folder: Path, *changes: str) -> str:
+    """A configuration whose text differs between ranks; returns its name for all of them."""
+    write_data(folder)
+    text = config_file(folder).read_text()
+    for rank, change in enumerate(changes):
+        (folder / f"{rank}.toml").write_text(f'dump_folder = "{folder}/out"\n{text}\n{change}\n')
+    return "--config=$RANK.toml"
+
+
+def test_torchrun_ends_with_the_mistake_of_the_one_rank_that_made_it(tmp_path: Path) -> None:
+    """As where one node has an old copy of the file: rank 0 has nothing to say."""
+    code, output, words = torchrun(tmp_path, files_by_rank(tmp_path, "", "[trainign]"))
+    assert code == 1
+    assert words == "error: 1.toml: [trainign]: unknown section; did you mean [training]?"
+    assert "To enable traceback" not in output
+    assert "titan_relay/" not in output  # no traceback of ours
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_the_cause_and_not_with_who_lost_a_rank(tmp_path: Path) -> None:
+    name = files_by_rank(tmp_path, "", "")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(corpus.read_text() + "{broken\n" * 60)
+    text = (tmp_path / "1.toml").read_text()
+    (tmp_path / "1.toml").write_text(text.replace("[data]", '[data]\nbad_documents = "stop"'))
+    code, output, words = torchrun(tmp_path, name)
+    assert code == 1
+    assert re.match(r"error: rank 1: .*corpus.jsonl.*", words), words
+    assert "another rank has died" in output  # what rank 0 saw of it, and said
+
+
+def test_the_launcher_is_told_what_came_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    say_error("the cause")
+    say_error("what came of it")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "error: the cause"
+    assert int(message["extraInfo"]["timestamp"]) > 0
+    assert capsys.readouterr().err == "error: the cause\nerror: what came of it\n"

@@ -11,7 +11,6 @@ import errno
 import os
 import select
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module, metadata
@@ -21,12 +20,12 @@ from titan_relay.commands.arguments import UnknownOption
 from titan_relay.config import ConfigError
 from titan_relay.config.errors import either
 from titan_relay.config.suggest import nearest
+from titan_relay.launcher import others_speak, say_error, tell_launcher, wait_for_others
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_READER_GONE = 141  # 128 + SIGPIPE
-_SECONDS_FOR_RANK_0 = 5.0
 
 COMMANDS = {
     "train": "train the model that a TOML file describes",
@@ -48,18 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return exit_code
     except ConfigError as error:
-        if not _others_speak():
-            print(f"error: {_with_owners(error)}", file=sys.stderr, flush=True)
-        else:
-            # torchrun stops all ranks when the first one ends; let rank 0 speak before that.
-            time.sleep(_SECONDS_FOR_RANK_0)
+        say_error(_with_owners(error), alike=True)
+        if others_speak():
+            wait_for_others()
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        if not _others_speak():
+        if not others_speak():
             print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
         return _end_of_files(error)
+    except Exception as error:  # a fault of ours, shown with its traceback
+        tell_launcher(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _run(name: str = "help", *arguments: str) -> int:
@@ -111,9 +111,10 @@ def _end_of_files(error: OSError) -> int:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         _forget_output()
     elif error.filename is None:
+        tell_launcher(f"{type(error).__name__}: {error}")
         raise error
     place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    print(f"error: {place}{error.strerror}", file=sys.stderr, flush=True)
+    say_error(f"{place}{error.strerror}")
     return EXIT_FAILED
 
 
@@ -149,8 +150,3 @@ def _versions() -> str:
 
     own, *others = map(version, ("titan-relay", "torch", "torchtitan", "triton"))
     return f"{own} ({', '.join(others)})"
-
-
-def _others_speak() -> bool:
-    """Whether torchrun started this process as another rank than 0, which speaks for all."""
-    return os.environ.get("RANK", "").lstrip("0").isdigit()

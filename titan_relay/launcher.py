@@ -5,10 +5,15 @@ Nothing here needs torch: a mistake is found, and said, before anything heavy is
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import socket
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from titan_relay.config.errors import ConfigError, Place
 
@@ -21,6 +26,53 @@ _TASKS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
 )
+
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_ERROR_FILE_HERE = "TITAN_RELAY_ERROR_FILE"
+_SECONDS_FOR_OTHERS = 5.0  # torchrun ends all ranks when the first one ends
+
+
+def others_speak() -> bool:
+    """Whether torchrun started this process as another rank than 0, which speaks for all."""
+    return os.environ.get("RANK", "").lstrip("0").isdigit()
+
+
+def say_error(message: str, *, alike: bool = False) -> None:
+    """Print why this process fails, and leave it to torchrun to repeat at the end of its report.
+
+    alike: every rank has this error, as a rule, so that rank 0 speaks for all.
+    """
+    if not (alike and others_speak()):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    tell_launcher(message)
+
+
+def tell_launcher(message: str) -> None:
+    """Write what torchrun shows as "Root Cause" if this rank is the first that wrote something.
+
+    In the form of `ErrorHandler` of torch.distributed.elastic.multiprocessing.errors, without the
+    traceback that it would show in the place of the message. What was written first stays.
+    """
+    path = _error_file()
+    if path is None:
+        return
+    extra = {"timestamp": str(int(time.time()))}
+    with suppress(OSError), Path(path).open("x") as file:
+        json.dump({"message": {"message": f"error: {message}", "extraInfo": extra}}, file)
+
+
+def _error_file() -> str | None:
+    return os.environ.get(_ERROR_FILE) or os.environ.get(_ERROR_FILE_HERE)
+
+
+def wait_for_others() -> None:
+    """Let the rank speak, and end, that knows the cause: torchrun reports the one that ends first.
+
+    It ends this process meanwhile, so nobody waits where there is a cause.
+    """
+    if _error_file() is not None:
+        time.sleep(_SECONDS_FOR_OTHERS)
 
 
 def place_among_ranks(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[int, int]:
@@ -81,11 +133,16 @@ def _torchrun(num_tasks: int, of_node: str, arguments: Sequence[str]) -> str:
 
 
 def complete_environment() -> None:
-    """Let plain `python train.py` stand in for torchrun with one process.
+    """Let plain `python train.py` stand in for torchrun with one process, and this process alone
+    say why it fails.
 
     Raises:
         ConfigError: a launcher has set some of its variables and not others.
     """
+    if path := os.environ.pop(_ERROR_FILE, ""):
+        # torchtitan's trainer leaves a traceback there for any exception: of a mistake that is one
+        # line here, and of a rank that only lost another.
+        os.environ[_ERROR_FILE_HERE] = path
     if "RANK" in os.environ:
         for name in (*_COUNTED, "MASTER_ADDR"):
             if name not in os.environ:

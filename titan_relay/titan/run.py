@@ -18,6 +18,7 @@ from titan_relay.config import ConfigError, Origins, RunConfig, to_toml
 from titan_relay.config.check import remarks
 from titan_relay.config.degrees import global_batch_size
 from titan_relay.data import DataError
+from titan_relay.launcher import say_error, tell_launcher, wait_for_others
 from titan_relay.moe import RingError
 from titan_relay.private_torch import end_process_groups
 from titan_relay.titan.device import on_cpu
@@ -75,10 +76,19 @@ def run(config: RunConfig, world_size: int, origins: Origins) -> int:
         logger.info(remark)
     try:
         return _train(trainer_config, rank, origins)
+    except _LostRank as error:  # said already
+        end_process_groups()
+        wait_for_others()
+        tell_launcher(str(error))
+        return 1
     finally:
         if lock is not None:
             lock.release()
         end_process_groups()
+
+
+class _LostRank(Exception):
+    """Another rank has died or stalled, which is no cause; the message is this rank's view."""
 
 
 def _lock_checkpoints(config: RunConfig, rank: int) -> FolderLock | None:
@@ -101,11 +111,18 @@ def _train(trainer_config: RelayTrainer.Config, rank: int, origins: Origins) -> 
         _train_beside_plan(trainer)
         return 0
     except (FolderError, NonFiniteRouterError) as error:  # the same on every rank
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+        say_error(str(error), alike=True)
         return 1
-    except (DataError, RingError) as error:
-        print(f"error: rank {rank}: {error}", file=sys.stderr)
+    except DataError as error:
+        say_error(f"rank {rank}: {error}")
+        return 1
+    except RingError as error:
+        message = f"rank {rank}: {error}"
+        if (
+            error.__cause__ is not None
+        ):  # a transfer broke; otherwise ranks disagree, and all say so
+            raise _lost(message) from error
+        say_error(message)
         return 1
     except KeyboardInterrupt:
         if rank == 0:
@@ -119,11 +136,16 @@ def _train(trainer_config: RelayTrainer.Config, rank: int, origins: Origins) -> 
         if operation is None:
             raise
         step = 0 if trainer is None else trainer.step
-        print(f"error: {broken_message(rank, step, operation, error)}", file=sys.stderr)
-        return 1
+        raise _lost(broken_message(rank, step, operation, error)) from error
     finally:
         if trainer is not None:
             trainer.close()
+
+
+def _lost(message: str) -> _LostRank:
+    """The exception for a rank that lost another, after printing what it knows."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return _LostRank(message)
 
 
 def _train_beside_plan(trainer: RelayTrainer) -> None:
