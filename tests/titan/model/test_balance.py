@@ -116,6 +116,48 @@ def test_losses_equal_their_definitions() -> None:
     torch.testing.assert_close(values[-3:-1], torch.stack([aux, z]).detach(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_routers_get_the_gradient_of_both_losses_by_their_coefficients(
+    scope: str, score_func: str
+) -> None:
+    """Through both layers, with padding; against autograd over the definition, by tokens."""
+    kind = {"aux_loss_scope": scope, "score_func": score_func}
+    model = tiny_model(tiny_config(aux_loss_coeff=0.3, z_loss_coeff=0.02, **kind))
+    plain = tiny_model(tiny_config(aux_loss_coeff=0.0, z_loss_coeff=0.0, **kind))
+    tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(5))
+    positions = row_positions(2, 12)
+    positions[1, 7:] = -1
+    (apply_model(model, tokens, positions) * 0).sum().backward()
+
+    routings: list[Routing] = []
+    for _, moe in moe_layers([plain]):
+        moe.router.register_forward_hook(lambda _, __, routing: routings.append(routing))
+    apply_model(plain, tokens, positions)
+    losses = [_balance_loss(each, positions >= 0, scope, score_func) for each in routings]
+    gates = [moe.router.gate.weight for _, moe in moe_layers([plain])]
+    expected = torch.stack(torch.autograd.grad(sum(losses), gates))
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(router_gradients(model), expected, rtol=1e-4, atol=1e-7)
+
+
+def _balance_loss(
+    routing: Routing, valid_BL: torch.Tensor, scope: str, score_func: str
+) -> torch.Tensor:
+    """0.3 of the auxiliary loss and 0.02 of the z-loss, token by token."""
+    ids, (num_rows, _, num_experts) = routing.expert_ids_BLK, routing.logits_BLE.shape
+    aux = z = torch.zeros((), dtype=torch.float64)
+    for row in range(num_rows):
+        rows = [row] if scope == "sequence" else range(num_rows)
+        chosen = [e for each in rows for e in ids[each][valid_BL[each]].flatten().tolist()]
+        for logits in routing.logits_BLE[row][valid_BL[row]].double():
+            p = logits.exp() if score_func == "softmax" else logits.sigmoid()
+            for e in range(num_experts):
+                aux = aux + num_experts * chosen.count(e) / len(chosen) * p[e] / p.sum()
+            z = z + logits.exp().sum().log() ** 2
+    return (0.3 * aux + 0.02 * z) / valid_BL.sum()
+
+
 def test_balanced_routing_has_loss_one_and_all_to_one_more() -> None:
     loss = BalanceLoss(4, 1.0, 0.0, "sequence")
     balanced = 9.0 * torch.eye(4).repeat(4, 1).unsqueeze(0)

@@ -1,8 +1,14 @@
 """Initial weights: a function of seed, name and global index, with the right distribution."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from tests.titan.hf.cases import CASES
+from tests.titan.runs import Run, config_file, load_run
 from tests.titan.tiny import tiny_model
+from titan_relay.titan.model.families import FAMILIES, build_model_config
 from titan_relay.titan.model.init import (
     counter_normal,
     fill_normal,
@@ -53,3 +59,34 @@ def test_every_parameter_is_initialised_and_named_parameters_differ() -> None:
         torch.equal(x, y)
         for x, y in zip(a.parameters(), tiny_model(seed=0).parameters(), strict=True)
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_weight_has_the_spread_and_every_norm_the_epsilon_of_the_configuration(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.family == family)
+    keys = case.model | {"init_std": 0.06, "norm_eps": 0.25, "num_layers": 3}
+    keys |= {"tie_word_embeddings": tied}
+    run = Run("init", tuple((f"model.{key}", value) for key, value in keys.items()))
+    model = build_model_config(load_run(config_file(tmp_path).parent, run).model, seed=0, cpu=True)
+    built = model.build()
+    with torch.no_grad():
+        built.init_weights()
+    for name, param in built.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            assert torch.equal(param, torch.full_like(param, "norm.w" in name)), name
+            continue
+        # Outputs into the residual stream, two for each of three layers, start smaller.
+        is_output = name.endswith((".wo.weight", ".w2.weight", ".w2_EDF"))
+        std = 0.06 / 6**0.5 if is_output else 0.06
+        assert float(param.detach().std()) == pytest.approx(
+            std, rel=4 / (2 * param.numel()) ** 0.5
+        ), name
+    norms = {name: part.eps for name, part in built.named_modules() if hasattr(part, "eps")}
+    assert len(norms) >= 2 * 3 + 1
+    latent = {name for name in norms if name.endswith((".q_norm", ".kv_norm"))}
+    if family != "mla_moe":
+        latent = set()  # transformers has a constant there
+    assert {norms[name] for name in norms.keys() - latent} == {0.25}
