@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import tiktoken
 
+from tests.data.support import byte_tokenizer
 from titan_relay.cli import main
 from titan_relay.config.schema_data import TokenizerConfig
 from titan_relay.data import load_tokenizer
 from titan_relay.data.bpe import byte_letters, train_bpe
 from titan_relay.data.splitting import PATTERNS
-from titan_relay.data.statistics import unigram_entropy_nats
+from titan_relay.data.statistics import CorpusStatistics, corpus_statistics, unigram_entropy_nats
 from titan_relay.data.tokenizer_files import read_rank_file
 
 
@@ -185,6 +186,20 @@ def test_entropy_of_known_distributions() -> None:
     assert unigram_entropy_nats(np.array([5, 0, 5])) == pytest.approx(np.log(2))
     assert unigram_entropy_nats(np.array([7, 0])) == 0.0
     assert unigram_entropy_nats(np.array([0, 0])) == 0.0
+
+
+def test_statistics_count_bytes_and_not_characters(tmp_path: Path) -> None:
+    statistics = corpus_statistics(["äö", "a", "ä"], byte_tokenizer(tmp_path))
+    # The byte that both umlauts begin with, three times; EOS three times; two, one, one.
+    entropy = sum(n / 10 * np.log(10 / n) for n in (3, 3, 2, 1, 1))
+    assert statistics == CorpusStatistics(
+        num_documents=3,
+        num_bytes=7,
+        num_tokens=10,
+        bytes_per_token=0.7,
+        unigram_entropy_nats=pytest.approx(entropy),
+        vocab_size=257,
+    )
 
 
 def test_tokenizer_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

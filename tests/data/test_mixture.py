@@ -6,7 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.support import byte_tokenizer, open_reader, write_jsonl
+from tests.data.support import (
+    byte_tokenizer,
+    numbered_texts,
+    open_reader,
+    read_numbers,
+    write_jsonl,
+)
 from titan_relay.config import ConfigError
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
 from titan_relay.data import num_valid_tokens
@@ -35,6 +41,19 @@ def test_weights_are_shares_of_tokens_not_of_documents(tmp_path: Path) -> None:
     # Each lane is off by at most one long document: 120 of 3840 tokens.
     assert np.all(np.abs(shares - 0.25) < 120 / 3840)
     assert abs(shares.mean() - 0.25) < 0.03
+
+
+def test_two_sources_of_the_same_size_go_in_orders_of_their_own(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", numbered_texts(40))
+    orders = []
+    for weights in ((1.0, 1e-9), (1e-9, 1.0)):  # one lane reads almost nothing of the other
+        entries = zip(("first", "second"), weights, strict=True)
+        config = DataConfig(
+            mixture=tuple(MixtureEntry(name=n, weight=w, files=(str(path),)) for n, w in entries)
+        )
+        reader = open_reader(config, byte_tokenizer(tmp_path), num_lanes=1, seq_len=64)
+        orders.append(read_numbers([next(reader) for _ in range(24)])[:20])
+    assert orders[0] != orders[1]
 
 
 def test_the_first_step_is_a_mixture_already() -> None:
