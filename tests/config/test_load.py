@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.files import write_good
-from titan_relay.config import RunConfig, load_config, parse_command_line, to_toml
+from titan_relay.config import ConfigError, RunConfig, load_config, parse_command_line, to_toml
 from titan_relay.config.schema import DataConfig, MixtureEntry, keys
 
 
@@ -100,6 +100,12 @@ def test_home_and_variables_are_expanded_in_every_list_of_files(
     config = _load("--data.files", "~/*.jsonl,$RUNS/[ab].jsonl", file="~/$N.toml")
     assert config.data.files == (f"{tmp_path}/*.jsonl", "/scratch/me/[ab].jsonl")
     assert config.validator.data.mixture[0].files == (f"{tmp_path}/a.jsonl",)
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS", "")
+    with pytest.raises(ConfigError, match="the variable RUNS is not set here"):
+        _load("--dump_folder=$RUNS/a")
 
 
 def test_the_configuration_printed_has_the_paths_that_a_run_uses(

@@ -140,6 +140,12 @@ COMBINATIONS = [
         toml="[loss]\nnum_chunks = 4",
     ),
     Wrong(
+        "size of chunks of a loss in one piece",
+        'case.toml: loss.max_chunk_mib = 64.0: needs loss.name = "chunked_cross_entropy"; set '
+        "that, or leave this out",
+        toml="[loss]\nmax_chunk_mib = 64",
+    ),
+    Wrong(
         "size of chunks that are counted",
         'case.toml: loss.max_chunk_mib = 64.0: needs loss.num_chunks = "auto"; set that, or '
         "leave this out",
