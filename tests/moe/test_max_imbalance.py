@@ -54,11 +54,11 @@ def turns(case):
     return imbalance_of(case) > LIMIT
 
 
-def choice(group, case):
+def choice(group, case, options=OPTIONS):
     """How often experts circulated, and which results differ from the same ring's by name."""
     telemetry = relay_ring(group).telemetry
     telemetry.take()
-    results = run_relay(case, group, OPTIONS)
+    results = run_relay(case, group, options)
     experts_calls = [counts.num_experts_calls for counts in telemetry.take().values()]
     forced = run_relay(case, group, RelayOptions("experts" if turns(case) else "tokens"))
     changed = [name for name, value in results.items() if not torch.equal(value, forced[name])]
@@ -74,6 +74,9 @@ def results():
     }
     for name, case in CHOICES.items():
         jobs[name] = Job(case.num_ranks, choice, (case,))
+    for num_ranks in BASES:
+        job = (CHOICES[f"{num_ranks} ranks, one_rank"], replace(OPTIONS, max_imbalance=num_ranks))
+        jobs[f"{num_ranks} ranks, at the limit"] = Job(num_ranks, choice, job)
     for name, case in LARGE.items():
         options = RelayOptions(max_imbalance=LIMIT)
         jobs[name] = Job(case.num_ranks, measure, (case, options))
@@ -87,6 +90,13 @@ def test_the_routing_of_a_call_decides(name, results):
     for experts_calls, changed in results[name]:
         assert experts_calls == [int(turns(case))] * 2
         assert changed == []
+
+
+@pytest.mark.parametrize("num_ranks", BASES)
+def test_tokens_go_round_up_to_the_limit(num_ranks, results):
+    assert imbalance_of(CHOICES[f"{num_ranks} ranks, one_rank"]) == num_ranks
+    for experts_calls, _ in results[f"{num_ranks} ranks, at the limit"]:
+        assert experts_calls == [0, 0]
 
 
 def test_both_decisions_are_among_them():
