@@ -10,12 +10,16 @@ pytestmark = pytest.mark.timeout(1000)
 
 REFERENCE = "one rank"
 ALLTOALL = {"relay__dispatcher": "alltoall"}
+# Loads of all tokens of a microbatch together: large enough to show beside the model's own loss.
+BATCH = "batch scope"
+BATCH_SCOPE = {"model__moe__aux_loss_scope": "batch", "model__moe__aux_loss_coeff": 1.0}
 
 ONE_RANK = [
     a_run(REFERENCE, **layout()),
     a_run("gradient accumulation", **layout() | {"training__local_batch_size": 2}),
     a_run("compiled", **layout(), compile__enable=True, attention_retention__mode="full"),
     a_run("all-to-all on one rank", **layout(), relay__dispatcher="alltoall"),
+    a_run(BATCH, **layout(), **BATCH_SCOPE),
 ]
 FOUR_RANKS = [
     a_run("all-to-all, dp 2 cp 2 ep 4", **layout(dp=2, cp=2, ep=4), relay__dispatcher="alltoall"),
@@ -71,7 +75,14 @@ FOUR_RANKS = [
         "selective", **layout(dp=2, cp=2, ep=4), **ALLTOALL, activation_checkpoint__mode="selective"
     ),
     a_run("chunked loss", **layout(dp=2, cp=2, ep=4), loss__name="chunked_cross_entropy"),
+    a_run(f"{BATCH}, dp 2 cp 2 ep 4", **layout(dp=2, cp=2, ep=4), **BATCH_SCOPE),
+    a_run(f"{BATCH}, dp 2 tp 2 ep 4", **layout(dp=2, tp=2, ep=4), **BATCH_SCOPE),
 ]
+
+
+def reference_of(name: str) -> str:
+    """The run on one rank that this one is compared with."""
+    return BATCH if name.startswith(BATCH) else REFERENCE
 
 
 def _validated(runs: list[Run]) -> list[Run]:
@@ -95,7 +106,7 @@ def test_losses_equal_those_of_one_rank(name: str, by_rank: list[dict[str, Steps
     steps = by_rank[-1]  # the last rank is on the last pipeline stage, which has the loss
     assert len(steps[name].losses) == 6
     # Float32 sums in another order: seen up to 1e-6 after six steps.
-    assert steps[name].losses == pytest.approx(steps[REFERENCE].losses, rel=1e-5)
+    assert steps[name].losses == pytest.approx(steps[reference_of(name)].losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [run.name for run in ONE_RANK[1:] + FOUR_RANKS])
@@ -106,7 +117,9 @@ def test_gradient_norms_equal_those_of_one_rank_on_every_rank(
     for steps in by_rank:
         assert steps[name].grad_norms == by_rank[0][name].grad_norms
         # As above; norms are more sensitive than losses.
-        assert steps[name].grad_norms == pytest.approx(steps[REFERENCE].grad_norms, rel=1e-4)
+        assert steps[name].grad_norms == pytest.approx(
+            steps[reference_of(name)].grad_norms, rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", [run.name for run in ONE_RANK[1:] + FOUR_RANKS])
@@ -118,7 +131,7 @@ def test_validation_losses_equal_those_of_one_rank(
     assert len(steps[REFERENCE].validation_losses) == 3  # after steps 1, 3 and 6
     # As for training losses.
     assert steps[name].validation_losses == pytest.approx(
-        steps[REFERENCE].validation_losses, rel=1e-5
+        steps[reference_of(name)].validation_losses, rel=1e-5
     )
 
 
