@@ -48,6 +48,9 @@ class TrainingConfig:
     enable_cpu_offload: bool = option(False)
     """Keep parameters, gradients and optimizer states in host memory (FSDP's offloading)."""
 
+    max_minutes: float = option(0.0, at_least=0, titan="")
+    """Time after which the run ends at the next step, saved as by a signal. 0: no limit."""
+
     dtype: ParamDType = option("float32")
     """Type in which parameters, their gradients and the optimizer states are stored."""
 

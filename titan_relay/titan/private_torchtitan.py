@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
 REPLACED_METHODS: dict[str, tuple[str, ...]] = {
-    # One rule for what is a checkpoint, a last one that is a whole Hugging Face folder, and no end
-    # before a thread has saved; the public methods ask first whether checkpoints are on.
+    # One rule for what is a checkpoint, a last one that is a whole Hugging Face folder, one more
+    # before an early end, and no end before a thread has saved; the public methods ask first
+    # whether checkpoints are on.
     "torchtitan.components.checkpointer.CheckpointManager": (
         "_close",
         "_find_load_step",
@@ -40,6 +41,7 @@ REPLACED_METHODS: dict[str, tuple[str, ...]] = {
         "_purge_stale_checkpoints",
         "_save",
         "_save_last_step",
+        "_should_save",
     ),
     # What a block keeps is decided per block; the class has no public method for one block.
     "torchtitan.distributed.activation_checkpoint.ActivationCheckpointing": ("_wrap_block",),

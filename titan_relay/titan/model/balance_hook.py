@@ -2,12 +2,13 @@
 
 One all-reduce over all ranks gives every rank the same statistics of every layer. From them
 non-finite router logits stop the step on all ranks, and the biases of auxiliary-loss-free balancing
-(arXiv:2408.15664) move; the trainer logs the rest.
+(arXiv:2408.15664) move; the trainer logs the rest. What a rank asks of all, such as to end early,
+travels with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,10 @@ class BalanceStep:
         num_experts: experts per MoE layer.
         num_copies: how many ranks count each token (more than one where tensor parallelism
             repeats tokens).
+        requests: what this rank asks of all ranks, read once per step; as many on every rank.
+
+    Attributes:
+        asked: of each request, whether any rank made it in the last step; the same on every rank.
     """
 
     def __init__(
@@ -63,7 +68,10 @@ class BalanceStep:
         num_experts: int,
         num_copies: int,
         device: torch.device,
+        requests: Callable[[], Sequence[bool]] = tuple,
     ) -> None:
+        self._requests = requests
+        self.asked: tuple[bool, ...] = ()
         self._layers = list(moe_layers(model_parts))
         self._layer_ids = tuple(layer_ids)
         self._row_of_layer = {layer: row for row, layer in enumerate(self._layer_ids)}
@@ -79,14 +87,19 @@ class BalanceStep:
         Raises:
             NonFiniteRouterError: on every rank, naming the layers.
         """
+        requests, num_layers = self._requests(), len(self._layer_ids)
+        num_rows = num_layers + len(requests)
         table = torch.zeros(
-            len(self._layer_ids), self._num_experts + 3, dtype=torch.float64, device=self._device
+            num_rows, self._num_experts + 3, dtype=torch.float64, device=self._device
         )
+        for row, is_asked in enumerate(requests, start=num_layers):
+            if is_asked:  # in the one column that is read on the host anyway
+                table[row, -1] = 1.0
         for layer, moe in self._layers:
             table[self._row_of_layer[layer]] = moe.meter.read(self._device)
             moe.meter.reset()
         dist.all_reduce(table)
-        rows = table / self._num_copies
+        rows = table[:num_layers] / self._num_copies
         self.stats = LayerStats(
             layer_ids=self._layer_ids,
             tokens_LE=rows[:, : self._num_experts],
@@ -94,13 +107,16 @@ class BalanceStep:
             z_loss_L=rows[:, -2],
             nonfinite_L=rows[:, -1],
         )
-        self._stop_on_nonfinite(self.stats)
+        counts = table[:, -1].tolist()
+        self.asked = tuple(count > 0 for count in counts[num_layers:])
+        self._stop_on_nonfinite(counts[:num_layers])
         self._move_biases(self.stats)
 
-    def _stop_on_nonfinite(self, stats: LayerStats) -> None:
+    def _stop_on_nonfinite(self, nonfinite_L: list[float]) -> None:
+        """`nonfinite_L`: as in `LayerStats`, but each token once per copy of it."""
         bad = [
-            f"layer {layer} ({int(count)} tokens)"
-            for layer, count in zip(stats.layer_ids, stats.nonfinite_L.tolist(), strict=True)
+            f"layer {layer} ({int(count / self._num_copies)} tokens)"
+            for layer, count in zip(self._layer_ids, nonfinite_L, strict=True)
             if count
         ]
         if bad:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torchtitan.tools.logging import logger
 
 from titan_relay.config import RunConfig, to_toml
 from titan_relay.config.errors import toml_value
+from titan_relay.private_torch import set_group_timeout
 from titan_relay.titan.hf.export import (
     SHARD_BYTES,
     exported_config,
@@ -41,7 +43,11 @@ from titan_relay.titan.train.checkpoint_folder import CheckpointFolder, unmark
 
 
 class RelayCheckpointManager(CheckpointManager):
-    """Saves and loads; see `torchtitan.components.checkpointer.CheckpointManager`."""
+    """Saves and loads; see `torchtitan.components.checkpointer.CheckpointManager`.
+
+    Attributes:
+        save_next: whether the step is saved that is offered next, as one at the interval is.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -54,10 +60,16 @@ class RelayCheckpointManager(CheckpointManager):
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
         self._run = config.run
+        self.save_next = False
         self._loaded_step, self._saved_step, self._start_step = -1, -1, 0
         self._line_is_begun = False
         if self.enable:
             self._folder = CheckpointFolder(Path(self.folder))
+            if self.pg is not None:
+                # It is made with torch's half an hour, for which a save in a thread, and the end
+                # of the process after it, would wait for a rank that has stalled.
+                seconds = config.run.comm.train_timeout_seconds
+                set_group_timeout(timedelta(seconds=seconds), self.pg)
 
     def _find_load_step(self, folder: str = "") -> int:
         return max(CheckpointFolder(Path(folder or self.folder)).complete(), default=-1)
@@ -76,6 +88,10 @@ class RelayCheckpointManager(CheckpointManager):
         loaded = super()._load(self._loaded_step)
         self._start_step = self.states["train_state"].step
         return loaded
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        due: bool = super()._should_save(curr_step, last_step)
+        return due or (self.save_next and not self.load_only)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         self._saved_step = curr_step

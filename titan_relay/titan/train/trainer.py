@@ -25,7 +25,9 @@ from titan_relay.titan.model.balance_hook import BalanceStep, moe_layers
 from titan_relay.titan.model.random_numbers import key_of, random_bits
 from titan_relay.titan.recompute.block_levels import BlockRetention
 from titan_relay.titan.recompute.choice import RetentionChoice
+from titan_relay.titan.train.checkpoint import RelayCheckpointManager
 from titan_relay.titan.train.dataloader import RelayDataLoader
+from titan_relay.titan.train.early_end import EarlyEnd
 from titan_relay.titan.train.relay_setup import expected_relay, warm_up_kernels
 
 
@@ -55,9 +57,12 @@ class RelayTrainer(Trainer):
     config: Config
     metrics_processor: RelayMetricsProcessor
     dataloader: RelayDataLoader
+    checkpointer: RelayCheckpointManager
+    early_end: EarlyEnd
 
     def __init__(self, config: Config):
         super().__init__(config)
+        self.early_end = EarlyEnd()
         model = config.run.model
         self._samples = model.moe.score_func == "sparsemixer"
         tokens_are_repeated = self.parallel_dims.tp_enabled and not self.parallel_dims.ep_enabled
@@ -67,6 +72,7 @@ class RelayTrainer(Trainer):
             num_experts=model.moe.num_experts,
             num_copies=self.parallel_dims.tp if tokens_are_repeated else 1,
             device=self.device,
+            requests=lambda: self.early_end.requests(),
         )
         self.optimizers.register_step_pre_hook(self.balance)
         curves = StepCurves(self.balance, self.model_parts)
@@ -130,10 +136,20 @@ class RelayTrainer(Trainer):
         self._observer.before_step(has_optimizer_state=has_state)
         with self.metrics_processor.step_memory(self.step):
             super().train_step(data_iterator)
+        self.checkpointer.save_next = any(self.balance.asked)
         self.curves.end_step()
         if self.retention is not None:
             self.retention.after_step()
         self._observer.after_step(self.step)
+
+    def should_continue_training(self) -> bool:
+        """Whether another step follows."""
+        return super().should_continue_training() and not any(self.balance.asked)
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether steps are left that were not taken because `early_end` asked some rank."""
+        return self.step < self.config.training.steps and any(self.balance.asked)
 
     def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> Any:
         """Run one microbatch forward and backward."""
