@@ -24,7 +24,7 @@ from titan_relay.moe import RingError
 from titan_relay.private_torch import end_process_groups
 from titan_relay.titan.device import on_cpu
 from titan_relay.titan.metrics.folder_lock import FolderError, FolderLock
-from titan_relay.titan.model.balance_hook import NonFiniteRouterError
+from titan_relay.titan.model.finite import NonFiniteStepError
 from titan_relay.titan.plan.watch import watch_plan
 from titan_relay.titan.preflight.device import check_device
 from titan_relay.titan.preflight.model_files import (
@@ -126,7 +126,7 @@ def _train(
         _train_beside_plan(trainer)
         early_end.is_over = True
         return _end_early(trainer, rank) if trainer.ended_early else 0
-    except (FolderError, NonFiniteRouterError) as error:  # the same on every rank
+    except (FolderError, NonFiniteStepError) as error:  # the same on every rank
         say_error(str(error), alike=True)
         return 1
     except DataError as error:

@@ -39,6 +39,7 @@ from titan_relay.titan.hf.export import (
 from titan_relay.titan.hf.names import NameMap
 from titan_relay.titan.hf.number_range import RangeError, out_of_range, overflow
 from titan_relay.titan.model.experts import local_part
+from titan_relay.titan.model.finite import refuse_nonfinite
 from titan_relay.titan.train.checkpoint_folder import CheckpointFolder, unmark
 
 
@@ -111,7 +112,12 @@ class RelayCheckpointManager(CheckpointManager):
     def dcp_save(
         self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kw: Any
     ) -> Any:
-        """Write a checkpoint, or begin to; see `CheckpointManager.dcp_save`."""
+        """Write a checkpoint, or begin to; see `CheckpointManager.dcp_save`.
+
+        Raises:
+            NonFiniteStepError: on every rank, and nothing is written.
+        """
+        refuse_nonfinite(state_dict, checkpoint_id)
         self._begin_line()
         return super().dcp_save(state_dict, checkpoint_id, *args, **kw)
 
@@ -145,6 +151,7 @@ class RelayCheckpointManager(CheckpointManager):
             if not self.last_save_model_only:  # one that nobody can go on from replaces none
                 self._purge_stale_checkpoints()
             return
+        refuse_nonfinite(self.states[MODEL].state_dict(), self._folder.of_step(curr_step))
         self._begin_line()
         assert self.sd_adapter is not None
         itemsize = self.export_dtype.itemsize
