@@ -277,7 +277,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(
 
 
 @pytest.mark.parametrize("damage", ["shard cut short", "shard missing", "garbage in .metadata"])
-def test_a_damaged_checkpoint_is_one_line_naming_a_whole_one(
+def test_a_damaged_checkpoint_that_is_asked_for_is_one_line_naming_a_whole_one(
     trained: list[str], tmp_path: Path, damage: str
 ) -> None:
     out = Path(trained[trained.index("--dump_folder") + 1])
@@ -290,7 +290,7 @@ def test_a_damaged_checkpoint_is_one_line_naming_a_whole_one(
         os.truncate(shard, shard.stat().st_size // 2)
     else:
         (newest / ".metadata").write_bytes(b"xyz")
-    result = run_cli(*trained, "--dump_folder", f"{tmp_path}/out")
+    result = run_cli(*trained, "--dump_folder", f"{tmp_path}/out", "--checkpoint.load_step", "2")
     assert result.returncode == 2
     assert "is damaged" in result.stderr
     assert "step 1 with checkpoint.load_step" in result.stderr

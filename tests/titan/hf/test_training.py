@@ -4,7 +4,6 @@ the last checkpoint is a whole folder, and what does not fit is refused before a
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.titan.hf.folders import run_of, write_folder
 from tests.titan.runs import a_run, config_file, layout, trainer_of, write_data
 from titan_relay.cli import main
 from titan_relay.config import ConfigError, Origins, RunConfig
+from titan_relay.titan.hf.completion import first_damage, read_mark
 from titan_relay.titan.hf.folder import open_folder
 from titan_relay.titan.hf.from_hf import from_hf
 from titan_relay.titan.hf_compare import (
@@ -153,12 +153,17 @@ def test_the_last_checkpoint_is_a_whole_folder(results: tuple[Path, Any, list[li
     assert wrong_by_rank == [[], []]
     exported, source = folder / "trained" / "checkpoint" / "step-2", folder / "qwen3_moe" / "hf"
     assert {each.name for each in exported.iterdir()} == {
+        "complete.json",
         "config.json",
         "generation_config.json",
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
         "ranks.tiktoken",  # what it was trained with, not what the source has
     }
+    marks = read_mark(exported)
+    assert marks is not None
+    assert set(marks) | {"complete.json"} == {each.name for each in exported.iterdir()}
+    assert first_damage(exported, marks, marks) is None
     one, other = open_folder(exported), open_folder(source)
     assert one.places.keys() == other.places.keys()
     assert not torch.equal(one.read("lm_head.weight"), other.read("lm_head.weight"))  # trained
@@ -185,18 +190,6 @@ def test_weights_of_another_model_are_refused_before_anything_is_built(tmp_path:
     (tmp_path / "hf" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         check_initial_weights(run, origins)
-
-
-@pytest.mark.parametrize("path", ["nowhere://bucket/step-8", "s3://bucket/step-8"])
-def test_a_place_that_nothing_here_can_reach_is_one_line(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)  # as where it is not installed
-    write_folder(tmp_path / "hf")
-    run = _starting_run(tmp_path / "hf", tmp_path)
-    run = replace(run, checkpoint=replace(run.checkpoint, initial_load_path=path))
-    with pytest.raises(ConfigError, match=f'initial_load_path = "{path}".*: .*(known|s3fs)'):
-        check_initial_weights(run, Origins("case.toml"))
 
 
 def test_a_checkpoint_of_our_own_is_checked_too(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """What a run finds in its checkpoint folder before anything is built."""
 
+import os
+import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.support.payload import Payload
 from tests.titan.runs import a_run, config_file, load_run, write_data
 from titan_relay.config import ConfigError, Origins, RunConfig, to_toml
 from titan_relay.titan.preflight.resume import check_checkpoint, find_checkpoint
@@ -78,23 +82,53 @@ def test_an_export_cannot_be_gone_on_from(load_step: int, run: RunConfig) -> Non
         check_checkpoint(run, ORIGINS, found, 8)
 
 
-def test_a_missing_file_may_lie_on_another_node(run: RunConfig) -> None:
+@pytest.mark.parametrize("load_step", [3, -1])
+def test_a_missing_file_may_lie_on_another_node(load_step: int, run: RunConfig) -> None:
     save(run, 3)
     (folder_of(run).of_step(3) / "__0_0.distcp").unlink()
     with pytest.raises(ConfigError, match=r"__0_0\.distcp is missing; if nodes had a folder each"):
+        find_checkpoint(going_to(run, load_step), ORIGINS)
+
+
+@pytest.mark.parametrize(
+    "damage", ["empty", "cut short", "no metadata", "no file", "no mark", "planted"]
+)
+def test_the_newest_sound_one_is_found_and_a_damaged_one_that_is_asked_for_refused(
+    damage: str, run: RunConfig
+) -> None:
+    save(run, 3, 10)
+    newest = folder_of(run).of_step(10)
+    if damage == "empty":
+        shutil.rmtree(newest)
+        newest.mkdir()
+    elif damage == "planted":
+        (newest / ".metadata").write_bytes(pickle.dumps(Payload(newest / "ran")))
+    elif damage == "cut short":
+        os.truncate(newest / "__0_0.distcp", 100)
+    elif damage == "no mark":
+        dcp.save({"x": torch.zeros(2)}, checkpoint_id=f"{newest}.saving", no_dist=True)
+        shutil.rmtree(newest)
+        folder_of(run).publish(10)
+    else:
+        (newest / (".metadata" if damage == "no metadata" else "__0_0.distcp")).unlink()
+    found = find_checkpoint(run, ORIGINS)
+    assert found is not None
+    assert found.step == 3
+    assert not (newest / "ran").exists()
+    with pytest.raises(ConfigError, match=r"load_step = 10.*(from step 3 with|; there: 3$)"):
+        find_checkpoint(going_to(run, 10), ORIGINS)
+    shutil.rmtree(folder_of(run).of_step(3))
+    with pytest.raises(ConfigError, match=r"step-10.* does not start over"):
         find_checkpoint(run, ORIGINS)
 
 
-def test_a_damaged_line_that_went_back_names_a_way_on(run: RunConfig) -> None:
-    """The step to go on from is the one that is asked for already."""
+def test_a_damaged_line_that_went_back_is_left_as_far_as_it_is_damaged(run: RunConfig) -> None:
+    """The newest sound step is the one that was asked for already."""
     save(run, 8)
     asked = going_to(run, 8)
     folder_of(run).begin_line(8, 8, to_toml(asked))
     save(run, 9)
     (folder_of(run).of_step(9) / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"from step 8 .* without .*load_step\.toml"):
-        find_checkpoint(asked, ORIGINS)
-    folder_of(run).request.unlink()
     found = find_checkpoint(asked, ORIGINS)
     assert found is not None
     assert found.step == 8

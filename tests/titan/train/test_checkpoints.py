@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks
 from tests.titan.runs import a_run, config_file, layout, load_run, trainer_of, write_data
 from titan_relay.config import ConfigError, Origins
-from titan_relay.private_torch import group_timeout
+from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.preflight.shared_folder import check_shared_folder
 from titan_relay.titan.train.checkpoint_folder import CheckpointFolder
+from titan_relay.titan.train.checkpoint_writer import SaveError
 
 MODES = ("disabled", "async")
+POLICIES = ("stop", "continue")
 COMMON: dict[str, Any] = {
     **layout(dp=2, ep=2),
     "model__num_layers": 1,
@@ -53,9 +57,8 @@ def train(path: Path, name: str, *, kill_after: int = 1000, **settings: Any) -> 
         train_step(data)
 
     trainer.train_step = look_before
-    with suppress(KeyboardInterrupt):
+    with closing(trainer), suppress(KeyboardInterrupt):
         trainer.train()
-    trainer.close()
     dist.barrier()
     names = {each.name for each in checkpoints.path.iterdir()}
     return {"losses": trainer.losses, "complete": complete, "names": names}
@@ -129,22 +132,78 @@ def leaving(path: Path) -> dict[str, Any]:
     """Leave while a thread saves: one that takes a second, and one that fails."""
     copy_of_whole(path, "leaving")  # nothing is left to train
     trainer = trainer_of(path, a_run("leaving", **COMMON | {"checkpoint__async_mode": "async"}))
-    timeout_s = group_timeout(trainer.checkpointer.pg).total_seconds()
     failed: Future[None] = Future()
     failed.set_exception(OSError("no space left"))
     trainer.checkpointer.save_future = failed
     raised = ""
     try:
         trainer.train()
-    except OSError as error:
+    except SaveError as error:
         raised = str(error)
     slow: Future[None] = Future()
     trainer.checkpointer.save_future = slow
     threading.Timer(1.0, slow.set_result, [None]).start()
     began = time.monotonic()
     trainer.close()
-    waited = time.monotonic() - began
-    return {"raised": raised, "waited": waited, "ended": slow.done(), "timeout_s": timeout_s}
+    return {"raised": raised, "waited": time.monotonic() - began, "ended": slow.done()}
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def damaged(path: Path) -> dict[str, Any]:
+    """Step 12 has a flipped bit, step 10 is empty; then one sound step, and then none at all."""
+    copy_of_whole(path, "damaged")
+    checkpoints = CheckpointFolder(path / "damaged" / "checkpoint")
+    if dist.get_rank() == 0:
+        flip(checkpoints.of_step(12) / "__1_0.distcp")
+        shutil.rmtree(checkpoints.of_step(10))
+        checkpoints.of_step(10).mkdir()
+        checkpoints.saving(11).mkdir()
+    dist.barrier()
+    outcome: dict[str, Any] = {"skipped": train(path, "damaged", kill_after=9)}
+    if dist.get_rank() == 0:
+        for folder in checkpoints.steps().values():
+            flip(folder / "__0_0.distcp")
+    dist.barrier()
+    for name, keys in {"none": {}, "asked": {"checkpoint__load_step": 8}}.items():
+        try:
+            train(path, "damaged", **keys)
+        except HfError as error:
+            outcome[name] = str(error)
+    return outcome
+
+
+@contextmanager
+def no_room(num_bytes: int) -> Iterator[None]:
+    """Let rank 1 write no larger files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full(path: Path, mode: str, policy: str) -> dict[str, Any]:
+    """Saves of steps 11 and 12 that do not succeed; what is raised, and what is left."""
+    name = f"full {mode} {policy}"
+    copy_of_whole(path, name, newest=10)
+    keys = {"checkpoint__on_save_error": policy, "checkpoint__async_mode": mode}
+    raised, losses = "", []
+    with no_room(100_000):
+        try:
+            losses = train(path, name, kill_after=12, training__steps=20, **keys)["losses"]
+        except SaveError as error:
+            raised = str(error)
+    dist.barrier()
+    names = {each.name for each in (path / name / "checkpoint").iterdir()}
+    return {"raised": raised, "losses": losses, "names": names}
 
 
 def working_folders(path: Path, shared: bool) -> str:
@@ -184,6 +243,8 @@ def scenario(folder: str) -> dict[str, Any]:
         "copy": a_copy_by_name(path),
         "afresh": afresh(path),
         "leaving": leaving(path),
+        "damaged": damaged(path),
+        **{f"full, {mode}, {say}": full(path, mode, say) for mode in MODES for say in POLICIES},
         "folders": {shared: working_folders(path, shared) for shared in (False, True)},
         "no checkpoints": no_checkpoints(path),
     }
@@ -269,14 +330,43 @@ def test_the_process_ends_after_the_thread_that_saves(by_rank: list[dict[str, An
 
 def test_a_save_that_failed_in_a_thread_is_raised_at_the_end(by_rank: list[dict[str, Any]]) -> None:
     for rank in by_rank:
-        assert rank["leaving"]["raised"] == "no space left"
+        told = rank["leaving"]["raised"]
+        assert told.endswith("could not be saved: no space left; earlier checkpoints are untouched")
 
 
-def test_ranks_that_save_by_a_thread_wait_for_one_another_no_longer_than_in_training(
+def test_a_damaged_checkpoint_is_skipped_for_the_newest_sound_one(outcome: dict[str, Any]) -> None:
+    skipped = outcome["damaged"]["skipped"]
+    assert skipped["losses"] == outcome["whole"][8:9]
+    assert skipped["names"] - {".lock"} == {f"step-{step}" for step in (2, 4, 6, 8, 9)} | {
+        f"step-{step}.after-going-back-to-8" for step in (10, 12)
+    }
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
     by_rank: list[dict[str, Any]],
 ) -> None:
     for rank in by_rank:
-        assert rank["leaving"]["timeout_s"] == 100.0  # comm.train_timeout_seconds
+        assert "does not start over" in rank["damaged"]["none"]
+        assert "step-8 is damaged: __0_0.distcp is not what was written" in rank["damaged"]["asked"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_without_room_stops_in_one_line_and_leaves_nothing(
+    mode: str, by_rank: list[dict[str, Any]]
+) -> None:
+    for rank in by_rank:
+        told = rank[f"full, {mode}, stop"]
+        assert told["raised"].startswith("step 11 could not be saved: ")
+        assert "step-11.saving/__1_0.distcp: File too large (it needs 0." in told["raised"]
+        assert told["names"] - {".lock"} == {f"step-{step}" for step in (2, 4, 6, 8, 10)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_without_room_can_be_gone_on_from(mode: str, outcome: dict[str, Any]) -> None:
+    went_on = outcome[f"full, {mode}, continue"]
+    assert went_on["raised"] == ""
+    assert went_on["losses"] == outcome["whole"][10:12]
+    assert went_on["names"] - {".lock"} == {f"step-{step}" for step in (2, 4, 6, 8, 10)}
 
 
 def test_ranks_that_do_not_see_the_folder_are_named(by_rank: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ of weights, the largest tensor 16 MiB, it took 683 MiB from Hugging Face and 467
 from __future__ import annotations
 
 import base64
+import io
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,16 +23,15 @@ import torch
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
-    FileSystemReader,
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
+from titan_relay.titan.hf.completion import check_mark_is_there, check_sizes, missing
 from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.hf.safe_pickle import METADATA, SafeReader, unpickle
 from titan_relay.titan.hf.safetensors_file import StoredTensor
-
-METADATA = ".metadata"
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -77,7 +77,8 @@ class PartsWriter:
 
     def finish(self, receipts: list[str]) -> None:
         """Write the metadata, with which the checkpoint is complete."""
-        results = [pickle.loads(base64.b64decode(each)) for each in receipts]
+        where = "the journal of this conversion"
+        results = [unpickle(io.BytesIO(base64.b64decode(each)), where) for each in receipts]
         self._writer.finish(self._metadata, results)
 
 
@@ -92,12 +93,10 @@ class PartsReader:
                 "such as outputs/checkpoint/step-100"
             )
         self._path = path
-        self._reader = FileSystemReader(path)
-        try:
-            self._metadata: Any = self._reader.read_metadata()
-        except Exception as error:  # whatever unpickling garbage raises
-            kind = type(error).__name__
-            raise HfError(f"{path / METADATA} is damaged: it cannot be read ({kind})") from error
+        check_sizes(path)
+        self._reader = SafeReader(path)
+        self._metadata: Any = self._reader.read_metadata()
+        check_mark_is_there(path, self._metadata.storage_meta)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._check_files()
         self.names = list(self._metadata.state_dict_metadata)  # of what is no tensor too
@@ -117,10 +116,7 @@ class PartsReader:
         for name, end_bytes in ends.items():
             file = self._path / name
             if not file.is_file():
-                raise HfError(
-                    f"{self._path} is damaged: {name} is missing; if nodes had a folder each, it "
-                    "lies on another's disk"
-                )
+                raise HfError(missing(self._path, name))
             if file.stat().st_size < end_bytes:
                 raise HfError(f"{self._path} is damaged: {name} is cut short")
 

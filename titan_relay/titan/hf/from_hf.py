@@ -17,7 +17,7 @@ from torchtitan.tools.logging import logger
 from titan_relay.config.schema import ModelConfig
 from titan_relay.titan.hf.check_weights import check_weights
 from titan_relay.titan.hf.config_json import first_difference, mtp_layers
-from titan_relay.titan.hf.dcp import METADATA, PartsWriter
+from titan_relay.titan.hf.dcp import PartsWriter
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.export import shard_numbers
 from titan_relay.titan.hf.folder import (
@@ -32,6 +32,7 @@ from titan_relay.titan.hf.folder import (
 from titan_relay.titan.hf.names import Entry, NameMap
 from titan_relay.titan.hf.number_range import Cast, RangeError
 from titan_relay.titan.hf.progress import Journal, OnDone, Progress, ignore
+from titan_relay.titan.hf.safe_pickle import METADATA
 from titan_relay.titan.hf.safetensors_file import StoredTensor
 from titan_relay.units import in_gb
 

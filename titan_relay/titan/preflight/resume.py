@@ -1,6 +1,6 @@
 """What a run finds in its checkpoint folder, told before anything is built.
 
-The run loads the newest complete checkpoint. This reads the same folder first, so that a finished
+The run loads the newest sound checkpoint. This reads the same folder first, so that a finished
 run says so, and a checkpoint that cannot be continued is one line instead of a failure inside the
 distributed loader.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from titan_relay.config import Origins, RunConfig, to_toml
 from titan_relay.config.errors import Refusal
-from titan_relay.titan.hf.dcp import METADATA, PartsReader
-from titan_relay.titan.hf.errors import HfError
-from titan_relay.titan.train.checkpoint_folder import CheckpointFolder
+from titan_relay.titan.hf.dcp import PartsReader
+from titan_relay.titan.hf.safe_pickle import METADATA
+from titan_relay.titan.train.checkpoint_folder import CheckpointFolder, damage_of, none_is_sound
 
 _LANE = re.compile(r"dataloader\.lane_\d+")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -47,34 +47,41 @@ def find_checkpoint(run: RunConfig, origins: Origins) -> FoundCheckpoint | None:
     if not section.enable:
         return None
     folder = CheckpointFolder(Path(run.dump_folder) / section.folder)
-    complete, step = folder.complete(), folder.step_to_load(section.load_step, to_toml(run))
+    steps, step = folder.steps(), folder.step_to_load(section.load_step, to_toml(run))
+    if step == section.load_step != -1:
+        complete = folder.complete()
+        if step not in steps or not any(steps[step].iterdir()):
+            there = ", ".join(str(each) for each in complete) or "none"
+            raise origins.error(
+                "checkpoint.load_step",
+                step,
+                f"is no complete checkpoint of {folder.path}; there: {there}",
+            )
+        if damage := damage_of(steps[step]):
+            raise origins.error("checkpoint.load_step", step, f"{damage}; {_way_on(complete)}")
+    else:
+        # Loading looks once more, at the checksums too, and says what it skips.
+        step = next((each for each in reversed(steps) if damage_of(steps[each]) is None), -1)
+    if step == -1 and steps:
+        newest = damage_of(list(steps.values())[-1])
+        raise origins.error(
+            "checkpoint.load_step", section.load_step, f"{newest}; {none_is_sound(folder)}"
+        )
     if step == -1:
         return None
-    if step not in complete:
-        there = ", ".join(str(each) for each in complete) or "none"
-        raise origins.error(
-            "checkpoint.load_step",
-            step,
-            f"is no complete checkpoint of {folder.path}; there: {there}",
-        )
-    path = complete[step]
-    if not (path / METADATA).is_file():
-        return FoundCheckpoint(path, step, shapes={}, num_lanes=0)
-    try:
-        reader = PartsReader(path)
-    except HfError as error:
-        whole = next((each for each in reversed(complete) if _is_whole(complete[each])), -1)
-        older = (
-            "start anew" if whole == -1 else f"go on from step {whole} with checkpoint.load_step"
-        )
-        if whole == section.load_step != -1:
-            older += f" and without {folder.request}, which says that the run has gone back already"
-        raise origins.error(
-            "checkpoint.load_step", section.load_step, f"{error}; {older}"
-        ) from error
+    if not (steps[step] / METADATA).is_file():
+        return FoundCheckpoint(steps[step], step, shapes={}, num_lanes=0)
+    reader = PartsReader(steps[step])
     shapes = {name: each.shape for name, each in reader.tensors.items()}
     num_lanes = sum(bool(_LANE.fullmatch(name)) for name in reader.names)
-    return FoundCheckpoint(path, step, shapes, num_lanes)
+    return FoundCheckpoint(steps[step], step, shapes, num_lanes)
+
+
+def _way_on(complete: dict[int, Path]) -> str:
+    whole = next((each for each in reversed(complete) if damage_of(complete[each]) is None), -1)
+    if whole == -1:
+        return "no other one is sound"
+    return f"go on from step {whole} with checkpoint.load_step"
 
 
 def check_checkpoint(
@@ -127,14 +134,6 @@ def check_dump_folder(run: RunConfig, origins: Origins) -> None:
         raise origins.error(
             "dump_folder", run.dump_folder, f"cannot be written to: {error.strerror}"
         ) from error
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        PartsReader(path)
-    except HfError:
-        return False
-    return True
 
 
 def _check_model(run: RunConfig, found: FoundCheckpoint) -> Iterator[Refusal]:

@@ -112,8 +112,7 @@ def _recompute(run: RunConfig) -> Any:
 
 def _training(run: RunConfig, rows: int, in_float32: bool) -> titan.TrainingConfig:
     values = _fields(run.training)
-    for ours in ("cpu_threads_per_rank", "max_minutes", "max_skipped_steps"):
-        del values[ours]
+    del values["cpu_threads_per_rank"]
     if in_float32:
         values["mixed_precision_param"] = "float32"
     values["global_batch_size"] = rows
@@ -160,6 +159,7 @@ def _lr_scheduler(run: RunConfig) -> LRSchedulersContainer.Config:
 
 def _checkpoint(run: RunConfig) -> RelayCheckpointManager.Config:
     values = _fields(run.checkpoint)
+    del values["on_save_error"]  # of our own
     # Without a path the key means nothing, and torchtitan warns of it at every start.
     values["initial_load_model_only"] &= run.checkpoint.initial_load_path is not None
     return RelayCheckpointManager.Config(**values, run=run)

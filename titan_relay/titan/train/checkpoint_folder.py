@@ -1,8 +1,10 @@
 """Which folders are a run's checkpoints: the one rule for finding, loading and deleting them.
 
-A checkpoint of step N is a folder `step-N`, spelled as saving spells it, and complete once the file
-that saving writes last is there. Whatever else lies beside it (copies, folders of other tools,
-torn checkpoints) is not found, not loaded and not deleted.
+A checkpoint of step N is a folder `step-N`, spelled as saving spells it. It is complete if it holds
+the mark of its files and they have the sizes that the mark says, or was written to its end before
+there were marks. While it is written its name ends in `.saving`, and while it is deleted in
+`.deleting`: such a name is a killed run's, once nobody runs, and is removed before the next save.
+Whatever else lies beside it (copies, folders of other tools) is not found, loaded or deleted.
 
 Checkpoints of one folder form one line of training, each made from the one before. A run that
 starts from an earlier step begins a new line: later steps get another name before its first
@@ -15,9 +17,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_relay.titan.hf.dcp import METADATA
+from titan_relay.titan.hf.completion import SAVING, check_sizes, sync_folder
+from titan_relay.titan.hf.dcp import PartsReader
+from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.hf.safe_pickle import METADATA
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_DELETING = ".deleting"
 _WRITTEN_LAST = (METADATA, "model.safetensors.index.json")
 
 
@@ -30,6 +36,30 @@ class CheckpointFolder:
     def of_step(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
         return self.path / f"step-{step}"
+
+    def saving(self, step: int) -> Path:
+        """Where a step is while it is written."""
+        return self.path / f"step-{step}{SAVING}"
+
+    def publish(self, step: int) -> Path | None:
+        """Rename what is written, with its mark, to what it is. What stands there, which was never
+        loaded, gets another name: returns that, if so."""
+        target, aside = self.of_step(step), None
+        if target.exists():
+            aside = target.rename(_free(f"{target}.replaced"))
+        self.saving(step).rename(target)
+        sync_folder(self.path)
+        return aside
+
+    def leftovers(self) -> list[Path]:
+        """What a killed run was writing or deleting; or this one is."""
+        ends = (SAVING, _DELETING)
+        found = self.path.iterdir() if self.path.is_dir() else ()
+        return sorted(
+            path
+            for path in found
+            if path.suffix in ends and _STEP.fullmatch(path.stem) and path.is_dir()
+        )
 
     def steps(self) -> dict[int, Path]:
         """All checkpoints by step, rising, complete or not."""
@@ -94,14 +124,41 @@ class CheckpointFolder:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether saving came to its end: the file that it writes last is there."""
+    """Whether saving came to its end, and the files have the sizes that it gave them."""
+    try:
+        check_sizes(checkpoint)
+    except HfError:
+        return False
     return any((checkpoint / name).is_file() for name in _WRITTEN_LAST)
 
 
-def unmark(checkpoint: Path) -> None:
-    """Let a checkpoint no longer be complete, before it is deleted: a deletion may be cut short."""
-    for name in _WRITTEN_LAST:
-        (checkpoint / name).unlink(missing_ok=True)
+def damage_of(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be loaded, in words, as far as is seen without reading weights."""
+    try:
+        check_sizes(checkpoint)
+        if not any((checkpoint / name).is_file() for name in _WRITTEN_LAST):
+            return f"{checkpoint} was not written to its end: it has no {METADATA}"
+        if (checkpoint / METADATA).is_file():
+            PartsReader(checkpoint)
+    except HfError as error:
+        return str(error)
+    return None
+
+
+def none_is_sound(folder: CheckpointFolder) -> str:
+    """What is said where checkpoints are and none can be loaded."""
+    return (
+        f"no checkpoint of {folder.path} can be loaded, and a run does not start over while there "
+        "are some; move them elsewhere, or use another dump_folder"
+    )
+
+
+def retire(checkpoint: Path) -> Path:
+    """Let a checkpoint no longer be one, before it is deleted: a deletion may be cut short.
+
+    Returns: its name now.
+    """
+    return checkpoint.rename(_free(f"{checkpoint}{_DELETING}"))
 
 
 def _free(name: str) -> Path:
