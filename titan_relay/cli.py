@@ -1,8 +1,9 @@
 """The command line: `titan-relay COMMAND ...`, or `python -m titan_relay COMMAND ...`.
 
 Exit codes of every command: 0; 1 if a run failed or the answer is no (a plan does not fit, two
-models differ); 2 for a mistake of the user's, which is one line without a traceback; 130 after
-Ctrl-C and 141 where nobody reads the output any more, as shells count.
+models differ); 2 for a mistake of the user's, which is one line without a traceback; 75 of a run
+that a signal or its time limit ended early, to go on when it is started again; 130 after Ctrl-C and
+141 where nobody reads the output any more, as shells count.
 """
 
 from __future__ import annotations

@@ -5,11 +5,14 @@ Nothing here needs torch: a mistake is found, and said, before anything heavy is
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shlex
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +21,8 @@ from pathlib import Path
 from titan_relay.config.errors import ConfigError, Place
 
 _COUNTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that the parent's end sends
+_WATCH_SECONDS = 1.0
 _LAUNCHED = "torchrun sets it; to train on one process, unset RANK"
 # Of each way to start tasks: what counts them, what marks one, and what counts the nodes' own.
 _TASKS = (
@@ -130,6 +135,26 @@ def _torchrun(num_tasks: int, of_node: str, arguments: Sequence[str]) -> str:
     rest = shlex.join(["-m", "titan_relay", "train", *arguments])
     command = f"torchrun {where}--nproc_per_node {num_local} {rest}"
     return f"one task a node: {command}" if nodes > 1 else command
+
+
+def end_with_launcher() -> None:
+    """Let this rank end when torchrun does, however that ended: an orphan would train and save on,
+    beside the run that is started next.
+
+    Linux ends it at once; elsewhere, and if torchrun ends during this call, a thread sees to it.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def complete_environment() -> None:

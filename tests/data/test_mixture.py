@@ -15,7 +15,7 @@ from tests.data.support import (
 )
 from titan_relay.config import ConfigError
 from titan_relay.config.schema_data import DataConfig, MixtureEntry
-from titan_relay.data import num_valid_tokens
+from titan_relay.data import DataError, num_valid_tokens
 from titan_relay.data.order import choose_source
 
 
@@ -69,6 +69,24 @@ def test_the_source_furthest_behind_is_next() -> None:
     assert choose_source([0.5, 0.5], [10, 10], [True, True], 0) == 0
     assert choose_source([0.9, 0.1], [80, 20], [False, True], 0) == 1
     assert choose_source([0.9, 0.1], [80, 20], [False, False], 0) is None
+
+
+def test_what_a_source_had_does_not_move_those_that_are_left() -> None:
+    """The low-discrepancy point is for lanes that have read nothing at all."""
+    for lane in range(20):
+        assert choose_source([0.5, 0.2, 0.3], [90, 0, 0], [False, True, True], lane) == 2
+
+
+def test_another_weight_is_another_run(tmp_path: Path) -> None:
+    """Every source keeps its share of the tokens, so a lane's next row would be another."""
+    config, tokenizer = mixture(tmp_path), byte_tokenizer(tmp_path)
+    state = open_reader(config, tokenizer).state_dict()
+    short, long = config.mixture
+    changed = replace(config, mixture=(replace(short, weight=4.0), long))
+    with pytest.raises(DataError, match="not those of the checkpoint"):
+        open_reader(changed, tokenizer).load_state_dict(state)
+    doubled = replace(config, mixture=(replace(short, weight=6.0), replace(long, weight=2.0)))
+    open_reader(doubled, tokenizer).load_state_dict(state)  # the same shares
 
 
 def test_a_finite_mixture_reads_every_source_to_its_end(tmp_path: Path) -> None:

@@ -69,10 +69,13 @@ def test_an_error_is_raised_where_its_row_would_have_been(tmp_path: Path) -> Non
     config = DataConfig(files=(str(path),), shuffle=False, bad_documents="stop")
     reader = open_reader(config, byte_tokenizer(tmp_path), num_lanes=1, seq_len=15)
     ahead = PrefetchingReader(reader, max_rows_ahead=8)
-    assert {next(ahead)["input"][0] for _ in range(2)} == {ord("x"), ord("y")}
-    for _ in range(2):
-        with pytest.raises(DataError, match="line 3: the text is null"):
-            next(ahead)
+    start = ahead.state_dict()
+    for _ in range(2):  # a loaded position leaves the error behind, until it is reached again
+        assert [next(ahead)["input"][0] for _ in range(2)] == [ord("x"), ord("y")]
+        for _ in range(2):
+            with pytest.raises(DataError, match="line 3: the text is null"):
+                next(ahead)
+        ahead.load_state_dict(start)
     ahead.close()
 
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from titan_relay.commands import arguments as arg
 from titan_relay.config import load_config, to_toml
 from titan_relay.config.reference import help_text
-from titan_relay.launcher import complete_environment, place_among_ranks
+from titan_relay.launcher import complete_environment, end_with_launcher, place_among_ranks
 from titan_relay.validate import validate
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train, or answer what is asked for instead; returns the process's exit code."""
+    end_with_launcher()
     rank, world_size = place_among_ranks(os.environ, arguments)
     if "--help" in arguments or "-h" in arguments:
         _say(rank, help_text())

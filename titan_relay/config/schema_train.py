@@ -42,11 +42,19 @@ class TrainingConfig:
     max_norm: float = option(1.0, above=0)
     """Gradients are scaled down so that their total norm is at most this."""
 
+    max_skipped_steps: int = option(0, at_least=0, titan="")
+    """Steps of the whole run, all restarts together, that may be left out because the loss, the
+    gradient or a router's logits are NaN or infinite: weights, optimizer and balancing biases stay
+    as they are. One more ends the run before its weights change, on all ranks."""
+
     steps: int = option(10000, at_least=1)
     """Optimizer steps of the whole run, counted from step 1 over all restarts."""
 
     enable_cpu_offload: bool = option(False)
     """Keep parameters, gradients and optimizer states in host memory (FSDP's offloading)."""
+
+    max_minutes: float = option(0.0, at_least=0, titan="")
+    """Time after which the run ends at the next step, saved as by a signal. 0: no limit."""
 
     dtype: ParamDType = option("float32")
     """Type in which parameters, their gradients and the optimizer states are stored."""

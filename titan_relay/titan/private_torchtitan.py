@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
 REPLACED_METHODS: dict[str, tuple[str, ...]] = {
-    # One rule for what is a checkpoint, a last one that is a whole Hugging Face folder, no end
-    # before a thread has saved, and a line where a save fails; the public methods ask first
-    # whether checkpoints are on.
+    # One rule for what is a checkpoint, a last one that is a whole Hugging Face folder, one more
+    # before an early end, no end before a thread has saved, and a line where a save fails; the
+    # public methods ask first whether checkpoints are on.
     "torchtitan.components.checkpointer.CheckpointManager": (
         "_close",
         "_find_load_step",
@@ -41,6 +41,7 @@ REPLACED_METHODS: dict[str, tuple[str, ...]] = {
         "_purge_stale_checkpoints",
         "_save",
         "_save_last_step",
+        "_should_save",
         "_wait_for_saving",
     ),
     # What a block keeps is decided per block; the class has no public method for one block.

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
 from titan_relay.config import ConfigError, Origins, RunConfig, to_toml
@@ -23,7 +24,7 @@ from titan_relay.moe import RingError
 from titan_relay.private_torch import end_process_groups
 from titan_relay.titan.device import on_cpu
 from titan_relay.titan.metrics.folder_lock import FolderError, FolderLock
-from titan_relay.titan.model.balance_hook import NonFiniteRouterError
+from titan_relay.titan.model.finite import NonFiniteStepError
 from titan_relay.titan.plan.watch import watch_plan
 from titan_relay.titan.preflight.device import check_device
 from titan_relay.titan.preflight.model_files import (
@@ -36,8 +37,10 @@ from titan_relay.titan.preflight.shared_folder import check_shared_folder
 from titan_relay.titan.preflight.summary import log_summary
 from titan_relay.titan.train.build import build_trainer_config
 from titan_relay.titan.train.checkpoint_writer import SaveError
+from titan_relay.titan.train.early_end import EXIT_ENDED_EARLY, EarlyEnd, reasons
 from titan_relay.titan.train.trainer import RelayTrainer
 
+_LOCK_WAIT_S = 3.0  # ranks of a run whose launcher was killed end within two
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
@@ -47,6 +50,13 @@ def run(config: RunConfig, world_size: int, origins: Origins) -> int:
     Raises:
         ConfigError: before the process group starts.
     """
+    # One rank's clock is enough, and cannot disagree with another's.
+    early_end = EarlyEnd(config.training.max_minutes if os.environ["RANK"] == "0" else 0.0)
+    with early_end.listening():
+        return _run(config, world_size, origins, early_end)
+
+
+def _run(config: RunConfig, world_size: int, origins: Origins, early_end: EarlyEnd) -> int:
     rank = int(os.environ["RANK"])
     _init_logging(rank)
     _set_threads(config)
@@ -76,10 +86,11 @@ def run(config: RunConfig, world_size: int, origins: Origins) -> int:
     for remark in remarks(config, origins):
         logger.info(remark)
     try:
-        return _train(trainer_config, rank, origins)
+        return _train(trainer_config, rank, origins, early_end)
     except _LostRank as error:  # said already
         end_process_groups()
-        wait_for_others()
+        if not any(early_end.requests()):  # or torchrun has told this rank to end: there is a cause
+            wait_for_others()
         tell_launcher(str(error))
         return 1
     finally:
@@ -97,21 +108,26 @@ def _lock_checkpoints(config: RunConfig, rank: int) -> FolderLock | None:
     if not config.checkpoint.enable or rank != 0:
         return None
     try:
-        return FolderLock(Path(config.dump_folder) / config.checkpoint.folder)
+        return FolderLock(Path(config.dump_folder) / config.checkpoint.folder, _LOCK_WAIT_S)
     except FolderError as error:
         raise ConfigError(str(error)) from error
 
 
-def _train(trainer_config: RelayTrainer.Config, rank: int, origins: Origins) -> int:
+def _train(
+    trainer_config: RelayTrainer.Config, rank: int, origins: Origins, early_end: EarlyEnd
+) -> int:
     trainer = None
     try:
         trainer = trainer_config.build()
         check_shared_folder(trainer_config.run, origins)
         if trainer.metrics_processor.is_metrics_rank:
             logger.setLevel(logging.INFO)  # under pipeline parallelism rank 0 has no loss to report
+        trainer.early_end = early_end
+        early_end.is_training = True
         _train_beside_plan(trainer)
-        return 0
-    except (FolderError, NonFiniteRouterError, SaveError) as error:  # the same on every rank
+        early_end.is_over = True
+        return _end_early(trainer, rank) if trainer.ended_early else 0
+    except (FolderError, NonFiniteStepError, SaveError) as error:  # the same on every rank
         say_error(str(error), alike=True)
         return 1
     except DataError as error:
@@ -139,6 +155,7 @@ def _train(trainer_config: RelayTrainer.Config, rank: int, origins: Origins) -> 
         step = 0 if trainer is None else trainer.step
         raise _lost(broken_message(rank, step, operation, error)) from error
     finally:
+        early_end.is_training = False
         if trainer is not None:
             trainer.close()
 
@@ -147,6 +164,23 @@ def _lost(message: str) -> _LostRank:
     """The exception for a rank that lost another, after printing what it knows."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     return _LostRank(message)
+
+
+def _end_early(trainer: RelayTrainer, rank: int) -> int:
+    """Say what is saved, and leave together: torchrun ends the others when the first one ends."""
+    run = trainer.config.run
+    if not run.checkpoint.enable or run.checkpoint.load_only:
+        key = "load_only = true" if run.checkpoint.enable else "enable = false"
+        saved = f"nothing is saved, as checkpoint.{key}"
+    else:
+        folder = Path(run.dump_folder) / run.checkpoint.folder / f"step-{trainer.step}"
+        saved = f"{folder} is saved; start again to go on"
+    message = f"ended after step {trainer.step} ({reasons(trainer.balance.asked)}): {saved}"
+    if rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    tell_launcher(message)
+    dist.barrier()
+    return EXIT_ENDED_EARLY
 
 
 def _train_beside_plan(trainer: RelayTrainer) -> None:

@@ -4,6 +4,7 @@ the last checkpoint is a whole folder, and what does not fit is refused before a
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,18 @@ def test_weights_of_another_model_are_refused_before_anything_is_built(tmp_path:
     (tmp_path / "hf" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         check_initial_weights(run, origins)
+
+
+@pytest.mark.parametrize("path", ["nowhere://bucket/step-8", "s3://bucket/step-8"])
+def test_a_place_that_nothing_here_can_reach_is_one_line(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as where it is not installed
+    write_folder(tmp_path / "hf")
+    run = _starting_run(tmp_path / "hf", tmp_path)
+    run = replace(run, checkpoint=replace(run.checkpoint, initial_load_path=path))
+    with pytest.raises(ConfigError, match=f'initial_load_path = "{path}".*: .*(known|s3fs)'):
+        check_initial_weights(run, Origins("case.toml"))
 
 
 def test_a_checkpoint_of_our_own_is_checked_too(tmp_path: Path) -> None:

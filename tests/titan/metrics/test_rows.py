@@ -1,11 +1,15 @@
-"""Tokens of the whole run in checkpoints, older ones too; losses are in test_curves."""
+"""Tokens of the whole run in checkpoints, older ones too, and losses that are not finite; others
+are in test_curves."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.support.distributed import run_ranks
 from titan_relay.titan.metrics.rows import RowCurves
+from titan_relay.titan.model.finite import SkippedSteps
 
 TOKENS_PER_STEP = 8 * 64
 
@@ -48,3 +52,36 @@ def test_an_older_checkpoints_number_of_one_rank_gives_way_to_its_steps(of_one_r
     rows = rows_of(2)
     rows.load_tokens(of_one_rank, step=4)
     assert rows.saved_tokens() == "2048 of all ranks"
+
+
+@pytest.mark.parametrize("num_skipped", [0, 1, 27])
+def test_skipped_steps_are_kept_behind_the_tokens(num_skipped: int) -> None:
+    rows = rows_of(1)
+    train(rows, 2, 1)
+    saved = rows.saved_tokens() + SkippedSteps(most=30, count=num_skipped).saved()
+    resumed, skipped = rows_of(1), SkippedSteps(most=30)
+    resumed.load_tokens(saved, step=2)
+    skipped.load(saved)
+    assert resumed.saved_tokens() == rows.saved_tokens() == "1024 of all ranks"
+    assert skipped.count == num_skipped
+    skipped.load(1024)  # what an older checkpoint kept
+    assert skipped.count == 0
+
+
+def curves_of_bad_losses() -> list[dict[str, float]]:
+    found = []
+    for bad in (math.nan, math.inf, -math.inf):
+        rows = rows_of(1)
+        rows.begin_step(is_reported=True)
+        for loss in (2.0, bad):
+            rows.add_labels(torch.zeros(1, 4, dtype=torch.int64))
+            rows.add_loss(torch.tensor(loss), torch.tensor(8))
+        found.append(rows.curves())
+    return found
+
+
+def test_a_loss_that_is_not_finite_is_none_in_both_curves() -> None:
+    [found] = run_ranks(curves_of_bad_losses, 1)
+    for curves in found:
+        assert math.isnan(curves["loss_metrics/global_avg_loss"])
+        assert math.isnan(curves["loss_metrics/global_max_loss"])

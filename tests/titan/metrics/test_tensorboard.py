@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from titan_relay.titan.metrics.folder_lock import LOCK_FILE_NAME, FolderError
+from titan_relay.titan.metrics.folder_lock import LOCK_FILE_NAME, FolderError, FolderLock
 from titan_relay.titan.metrics.tensorboard import CurveLogger, newest_file_time
 
 
@@ -113,6 +114,20 @@ def test_two_processes_cannot_share_a_folder_and_a_killed_one_leaves_no_lock(
         other.wait()
     assert (tmp_path / LOCK_FILE_NAME).exists(), "the file is left behind, the lock is not"
     CurveLogger(tmp_path, lambda: 1).close()
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 5.0])
+def test_a_lock_waits_for_its_owner_and_then_says_since_when_it_is_held(
+    tmp_path: Path, wait_s: float
+) -> None:
+    first = FolderLock(tmp_path)
+    threading.Timer(0.5, first.release).start()
+    if wait_s:
+        FolderLock(tmp_path, wait_s).release()
+    else:
+        since = r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d"
+        with pytest.raises(FolderError, match=rf"process {os.getpid()} on .*, {since}\)"):
+            FolderLock(tmp_path, wait_s)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 
 from tests.titan.tiny import apply_model, row_positions, tiny_config, tiny_model
 from titan_relay.private_torch import end_process_groups
-from titan_relay.titan.model.balance_hook import BalanceStep, NonFiniteRouterError, moe_layers
+from titan_relay.titan.model.balance_hook import BalanceStep, moe_layers
+from titan_relay.titan.model.finite import FiniteCheck, NonFiniteStepError
 
 NUM_EXPERTS = 6
 CPU = torch.device("cpu")
@@ -28,6 +29,7 @@ def one_rank() -> Iterator[None]:
 def step_of(model: nn.Module, num_copies: int = 1) -> BalanceStep:
     return BalanceStep(
         [model],
+        check=FiniteCheck([model], num_layers=2, max_skipped=0, device=CPU),
         layer_ids=range(2),
         num_experts=NUM_EXPERTS,
         num_copies=num_copies,
@@ -113,5 +115,5 @@ def test_a_logit_that_is_no_number_stops_the_step_unless_it_is_of_padding(value:
         if not stops:
             balance()
             continue
-        with pytest.raises(NonFiniteRouterError, match=r"step 5: .* in layer 1 \(2 tokens\)"):
+        with pytest.raises(NonFiniteStepError, match=r"step 5: .* in layer 1 \(2 tokens\)"):
             balance()

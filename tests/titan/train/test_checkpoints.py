@@ -21,6 +21,7 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks
 from tests.titan.runs import a_run, config_file, layout, load_run, trainer_of, write_data
 from titan_relay.config import ConfigError, Origins
+from titan_relay.private_torch import group_timeout
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.preflight.shared_folder import check_shared_folder
 from titan_relay.titan.train.checkpoint_folder import CheckpointFolder
@@ -132,6 +133,7 @@ def leaving(path: Path) -> dict[str, Any]:
     """Leave while a thread saves: one that takes a second, and one that fails."""
     copy_of_whole(path, "leaving")  # nothing is left to train
     trainer = trainer_of(path, a_run("leaving", **COMMON | {"checkpoint__async_mode": "async"}))
+    timeout_s = group_timeout(trainer.checkpointer.pg).total_seconds()
     failed: Future[None] = Future()
     failed.set_exception(OSError("no space left"))
     trainer.checkpointer.save_future = failed
@@ -145,7 +147,8 @@ def leaving(path: Path) -> dict[str, Any]:
     threading.Timer(1.0, slow.set_result, [None]).start()
     began = time.monotonic()
     trainer.close()
-    return {"raised": raised, "waited": time.monotonic() - began, "ended": slow.done()}
+    waited = time.monotonic() - began
+    return {"raised": raised, "waited": waited, "ended": slow.done(), "timeout_s": timeout_s}
 
 
 def flip(path: Path) -> None:
@@ -367,6 +370,13 @@ def test_a_save_without_room_can_be_gone_on_from(mode: str, outcome: dict[str, A
     assert went_on["raised"] == ""
     assert went_on["losses"] == outcome["whole"][10:12]
     assert went_on["names"] - {".lock"} == {f"step-{step}" for step in (2, 4, 6, 8, 10)}
+
+
+def test_ranks_that_save_by_a_thread_wait_for_one_another_no_longer_than_in_training(
+    by_rank: list[dict[str, Any]],
+) -> None:
+    for rank in by_rank:
+        assert rank["leaving"]["timeout_s"] == 100.0  # comm.train_timeout_seconds
 
 
 def test_ranks_that_do_not_see_the_folder_are_named(by_rank: list[dict[str, Any]]) -> None:

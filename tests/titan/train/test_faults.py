@@ -21,7 +21,7 @@ def nan_on_one_rank(folder: Path) -> str:
     """One NaN logit of one token on one rank; the message this rank stopped with."""
     import torch.distributed as dist
 
-    from titan_relay.titan.model.balance_hook import NonFiniteRouterError, moe_layers
+    from titan_relay.titan.model.finite import NonFiniteStepError
 
     trainer = trainer_of(folder, a_run("nan", **EP4))
     moe = dict(moe_layers(trainer.model_parts))[NAN_LAYER]
@@ -36,7 +36,7 @@ def nan_on_one_rank(folder: Path) -> str:
     before = None
     try:
         trainer.train()
-    except NonFiniteRouterError as error:
+    except NonFiniteStepError as error:
         before = str(error)
     finally:
         trainer.close()

@@ -108,6 +108,17 @@ def test_triton_on_cpu_is_refused_in_one_line(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [("inducter", "did you mean inductor?"), ("gcc", "torch here has ")],
+)
+def test_a_compiler_that_is_not_there_is_refused_in_one_line(backend, words):
+    loaded = load("--compile.enable", "true", "--compile.backend", backend)
+    with pytest.raises(ConfigError, match=r"--compile.backend = .*no such backend; ") as refused:
+        check_device(loaded.config, loaded.origins, cpu=True)
+    assert words in str(refused.value)
+
+
 def test_kernels_are_compiled_before_the_first_step(caplog):
     # The interpreter stands for the compiler; the smallest layer that has tiles.
     sizes = {"dim": 16, "moe.expert_dim": 16, "moe.num_experts": 2, "moe.top_k": 1}

@@ -105,7 +105,7 @@ class _RemoteFiles:
     """What a reader asks of a file system, at an address."""
 
     def __init__(self, address: str) -> None:
-        import fsspec  # type: ignore[import-untyped]  # slow to import, and seldom needed
+        import fsspec  # slow to import, and seldom needed
 
         self._files, self.root = fsspec.core.url_to_fs(address)
 

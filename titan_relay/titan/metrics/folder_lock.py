@@ -10,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
+from datetime import datetime
 from pathlib import Path
 
 LOCK_FILE_NAME = ".lock"
@@ -22,11 +24,13 @@ class FolderError(ValueError):
 class FolderLock:
     """Exclusive use of a folder, from construction to `release` or the end of the process.
 
+    wait_s: for another process that may be about to end, as ranks whose launcher was killed are.
+
     Raises:
         FolderError: another process holds the folder, or it cannot be written to.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wait_s: float = 0.0) -> None:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -36,13 +40,24 @@ class FolderLock:
                 f"{folder}: cannot be written to ({error.strerror}); choose another dump_folder"
             ) from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(time.monotonic() + wait_s)
         except OSError as error:
             owner = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             os.close(self._file)
             raise FolderError(_refusal(folder, owner, error)) from error
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        owner = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+        os.pwrite(self._file, f"{owner}\n".encode(), 0)
+
+    def _lock(self, until: float) -> None:
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.1)
 
     def release(self) -> None:
         """Let others use the folder. Calling it again does nothing."""

@@ -204,14 +204,13 @@ class RelayMetricsProcessor(MetricsProcessor):
             **self._added_curves(),
         }
         # Both are float32 sums, in another order: where ranks are alike, the mean may round higher.
-        curves["loss_metrics/global_max_loss"] = max(
-            curves["loss_metrics/global_max_loss"], global_avg_loss
-        )
+        loss = curves["loss_metrics/global_avg_loss"]
+        curves["loss_metrics/global_max_loss"] = max(curves["loss_metrics/global_max_loss"], loss)
         self.logger.log(curves, step)
         seconds_left = self._time_left.seconds(step, speed.seconds_per_step)
         progress = RunProgress(step, self.config.total_steps, seconds_left)
         if self.is_metrics_rank:
-            logger.info(train_line(progress, global_avg_loss, grad_norm, speed, curves, self.color))
+            logger.info(train_line(progress, loss, grad_norm, speed, curves, self.color))
         self._reported_step = step
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()

@@ -6,10 +6,11 @@ rows, and goes on with one rank's count of tokens after a resume on any number o
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.utils import dist_sum_tensor
 
 from titan_relay.data import IGNORE_INDEX
 
@@ -64,8 +65,7 @@ class RowCurves:
     def add_loss(self, loss: torch.Tensor, num_valid_tokens: torch.Tensor) -> None:
         """Add this rank's part of a loss, which was divided by the global batch's tokens."""
         if self._is_reported:
-            # Without a mesh nothing is reduced, but a DTensor becomes this rank's plain tensor.
-            self._loss_sum += dist_sum_tensor(loss.detach()).double().sum() * num_valid_tokens
+            self._loss_sum += loss.double().sum() * num_valid_tokens
 
     def curves(self) -> dict[str, float]:
         """Of the step that is reported; collective over all ranks, and the same on each."""
@@ -75,10 +75,12 @@ class RowCurves:
         dist.all_reduce(table_2P)
         losses, tokens = table_2P.tolist()
         means = [loss / count for loss, count in zip(losses, tokens, strict=True) if count]
-        return {
-            "loss_metrics/global_max_loss": max(means),
-            "n_tokens_seen": float(self._tokens_seen()),
-        }
+        curves = {"n_tokens_seen": float(self._tokens_seen())}
+        if all(map(math.isfinite, means)):
+            return curves | {"loss_metrics/global_max_loss": max(means)}
+        # A step that was skipped: the trainer's mean leaves out what is not finite.
+        names = ("loss_metrics/global_avg_loss", "loss_metrics/global_max_loss")
+        return curves | dict.fromkeys(names, math.nan)
 
     def saved_tokens(self) -> str:
         """What a checkpoint keeps of the tokens: not one rank's number, as it once was."""
@@ -91,7 +93,7 @@ class RowCurves:
         tokens as this run's.
         """
         if isinstance(saved, str):
-            self._tokens_before = int(saved.removesuffix(_OF_ALL_RANKS))
+            self._tokens_before = int(saved.partition(_OF_ALL_RANKS)[0])
         else:
             self._tokens_before = step * self._tokens_per_step
         self._num_tokens = 0

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from titan_relay.config import ConfigError, Origins, RunConfig
-from titan_relay.config.errors import Refusal
+from titan_relay.config.errors import Refusal, either
+from titan_relay.config.suggest import nearest
 from titan_relay.moe import KernelChoiceError, uses_triton
 
 _FLEX_BLOCK = 128  # FlexAttention's block; context parallelism cuts rows into whole blocks
@@ -21,6 +22,7 @@ def check_device(run: RunConfig, origins: Origins, *, cpu: bool) -> None:
         ConfigError: one line with the key, the value and the fix.
     """
     _check_kernels(run, origins, torch.device("cpu" if cpu else "cuda"))
+    origins.refuse(run, _check_compiler(run))
     if cpu:
         origins.refuse(run, _check_cpu(run))
         return
@@ -49,6 +51,16 @@ def _check_kernels(run: RunConfig, origins: Origins, device: torch.device) -> No
     except KernelChoiceError as error:
         reason = str(error).removeprefix(f'kernels = "{run.relay.kernels}" ')
         raise origins.error("relay.kernels", run.relay.kernels, reason) from error
+
+
+def _check_compiler(run: RunConfig) -> Iterator[Refusal]:
+    """Yield a `Refusal` of a backend that this installation of torch does not have."""
+    backend = run.compile.backend
+    if run.compile.enable and backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = torch.compiler.list_backends()
+        close = nearest(backend, known)
+        fix = f"did you mean {close}?" if close else f"torch here has {either(known)}"
+        yield Refusal("compile.backend", f"no such backend; {fix}")
 
 
 def _check_cpu(run: RunConfig) -> Iterator[Refusal]:

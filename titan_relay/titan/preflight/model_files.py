@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fsspec
 import torch
 from torchtitan.tools.logging import logger
 
@@ -23,18 +24,22 @@ from titan_relay.titan.train.checkpoint import export_assets
 def check_initial_weights(run: RunConfig, origins: Origins) -> None:
     """Refuse `initial_load_path` if it lacks the model's tensors, or is of another model.
 
+    Of a path on other machines only the way there is looked at.
+
     Raises:
         ConfigError: one line with the first difference; all of them are logged.
     """
     path = run.checkpoint.initial_load_path
-    if not run.checkpoint.enable or path is None or "://" in path:
+    if not run.checkpoint.enable or path is None:
         return
     try:
-        if run.checkpoint.initial_load_in_hf:
+        if "://" in path:
+            fsspec.core.url_to_fs(path)
+        elif run.checkpoint.initial_load_in_hf:
             open_checked(Path(path), run.model)
         else:
             check_tensors(NameMap(run.model), PartsReader(Path(path)), Path(path), every=True)
-    except HfError as error:
+    except (HfError, ImportError, ValueError) as error:
         raise origins.error("checkpoint.initial_load_path", path, str(error)) from error
 
 

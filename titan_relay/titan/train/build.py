@@ -112,7 +112,8 @@ def _recompute(run: RunConfig) -> Any:
 
 def _training(run: RunConfig, rows: int, in_float32: bool) -> titan.TrainingConfig:
     values = _fields(run.training)
-    del values["cpu_threads_per_rank"]
+    for ours in ("cpu_threads_per_rank", "max_minutes", "max_skipped_steps"):
+        del values[ours]
     if in_float32:
         values["mixed_precision_param"] = "float32"
     values["global_batch_size"] = rows

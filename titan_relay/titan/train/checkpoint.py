@@ -17,6 +17,7 @@ import shutil
 import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from titan_relay.config import RunConfig, to_toml
 from titan_relay.config.errors import toml_value
+from titan_relay.private_torch import set_group_timeout
 from titan_relay.titan.hf.completion import (
     file_mark,
     files_of,
@@ -54,6 +56,7 @@ from titan_relay.titan.hf.names import NameMap
 from titan_relay.titan.hf.number_range import RangeError, out_of_range, overflow
 from titan_relay.titan.hf.safe_pickle import SafeLoadPlanner, SafeReader
 from titan_relay.titan.model.experts import local_part
+from titan_relay.titan.model.finite import refuse_nonfinite
 from titan_relay.titan.train.checkpoint_folder import (
     CheckpointFolder,
     damage_of,
@@ -67,7 +70,11 @@ T = TypeVar("T")
 
 
 class RelayCheckpointManager(CheckpointManager):
-    """Saves and loads; see `torchtitan.components.checkpointer.CheckpointManager`."""
+    """Saves and loads; see `torchtitan.components.checkpointer.CheckpointManager`.
+
+    Attributes:
+        save_next: whether the step is saved that is offered next, as one at the interval is.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -80,11 +87,17 @@ class RelayCheckpointManager(CheckpointManager):
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
         self._run = config.run
+        self.save_next = False
         self._loaded_step, self._saved_step, self._start_step = -1, -1, 0
         self._future_step = -1  # of `save_future`
         self._line_is_begun = False
         if self.enable:
             self._folder = CheckpointFolder(Path(self.folder))
+            if self.pg is not None:
+                # It is made with torch's half an hour, for which a save in a thread, and the end
+                # of the process after it, would wait for a rank that has stalled.
+                seconds = config.run.comm.train_timeout_seconds
+                set_group_timeout(timedelta(seconds=seconds), self.pg)
 
     def _find_load_step(self, folder: str = "") -> int:
         return max(CheckpointFolder(Path(folder or self.folder)).complete(), default=-1)
@@ -103,6 +116,10 @@ class RelayCheckpointManager(CheckpointManager):
         loaded = super()._load(self._loaded_step)
         self._start_step = self.states["train_state"].step
         return loaded
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        due: bool = super()._should_save(curr_step, last_step)
+        return due or (self.save_next and not self.load_only)
 
     def _step_to_load(self, load_step: int) -> int:
         """What rank 0 finds: a file system may show ranks different folders."""
@@ -227,7 +244,12 @@ class RelayCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Write a checkpoint, or begin to; see `CheckpointManager.dcp_save`."""
+        """Write a checkpoint, or begin to; see `CheckpointManager.dcp_save`.
+
+        Raises:
+            NonFiniteStepError: on every rank, and nothing is written.
+        """
+        refuse_nonfinite(state_dict, checkpoint_id)
         self._begin_line()
         if to_hf:  # into `_save_last_step`'s folder, which it gives its name
             path = str(self._folder.saving(self._saved_step))
@@ -278,6 +300,7 @@ class RelayCheckpointManager(CheckpointManager):
             if not self.last_save_model_only:  # one that nobody can go on from replaces none
                 self._purge_stale_checkpoints()
             return
+        refuse_nonfinite(self.states[MODEL].state_dict(), self._folder.of_step(curr_step))
         self._begin_line()
         assert self.sd_adapter is not None
         itemsize = self.export_dtype.itemsize

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.context_parallel import cp_shard
+from torchtitan.distributed.utils import dist_sum_tensor
 from torchtitan.trainer import Trainer
 
 from titan_relay.config.schema import RunConfig
@@ -22,10 +23,13 @@ from titan_relay.titan.metrics.processor import RelayMetricsProcessor
 from titan_relay.titan.metrics.rows import RowCurves
 from titan_relay.titan.model.attention import prepare_cpu_batch
 from titan_relay.titan.model.balance_hook import BalanceStep, moe_layers
+from titan_relay.titan.model.finite import FiniteCheck
 from titan_relay.titan.model.random_numbers import key_of, random_bits
 from titan_relay.titan.recompute.block_levels import BlockRetention
 from titan_relay.titan.recompute.choice import RetentionChoice
+from titan_relay.titan.train.checkpoint import RelayCheckpointManager
 from titan_relay.titan.train.dataloader import RelayDataLoader
+from titan_relay.titan.train.early_end import EarlyEnd
 from titan_relay.titan.train.relay_setup import expected_relay, warm_up_kernels
 
 
@@ -55,18 +59,29 @@ class RelayTrainer(Trainer):
     config: Config
     metrics_processor: RelayMetricsProcessor
     dataloader: RelayDataLoader
+    checkpointer: RelayCheckpointManager
+    early_end: EarlyEnd
 
     def __init__(self, config: Config):
         super().__init__(config)
+        self.early_end = EarlyEnd()
         model = config.run.model
         self._samples = model.moe.score_func == "sparsemixer"
         tokens_are_repeated = self.parallel_dims.tp_enabled and not self.parallel_dims.ep_enabled
+        self.finite = FiniteCheck(
+            self.model_parts,
+            num_layers=model.num_layers,
+            max_skipped=config.run.training.max_skipped_steps,
+            device=self.device,
+        )
         self.balance = BalanceStep(
             self.model_parts,
+            check=self.finite,
             layer_ids=range(model.num_dense_layers, model.num_layers),
             num_experts=model.moe.num_experts,
             num_copies=self.parallel_dims.tp if tokens_are_repeated else 1,
             device=self.device,
+            requests=lambda: self.early_end.requests(),
         )
         self.optimizers.register_step_pre_hook(self.balance)
         curves = StepCurves(self.balance, self.model_parts)
@@ -93,6 +108,7 @@ class RelayTrainer(Trainer):
             device=self.device,
         )
         self.metrics_processor.add_curves(self.rows.curves)
+        self.metrics_processor.add_curves(self.finite.skipped.curves)
         self.metrics_processor.add_curves(curves.balance)
         self.metrics_processor.add_curves(curves.relay, over="mean")
         self.metrics_processor.add_curves(curves.relay_wait, over="max")
@@ -125,25 +141,47 @@ class RelayTrainer(Trainer):
         torch.manual_seed(step_seed(self.config.run.debug.seed, self.step))
         self.balance.step = self.step
         self.curves.begin_step()
+        self.finite.begin_step()
+        self._num_microbatches = 0
         self.rows.begin_step(is_reported=self.metrics_processor.should_log(self.step))
         has_state = any(optimizer.state for optimizer in self.optimizers.optimizers)
         self._observer.before_step(has_optimizer_state=has_state)
         with self.metrics_processor.step_memory(self.step):
             super().train_step(data_iterator)
+        self.checkpointer.save_next = any(self.balance.asked)
         self.curves.end_step()
         if self.retention is not None:
             self.retention.after_step()
         self._observer.after_step(self.step)
 
+    def should_continue_training(self) -> bool:
+        """Whether another step follows."""
+        return super().should_continue_training() and not any(self.balance.asked)
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether steps are left that were not taken because `early_end` asked some rank."""
+        return self.step < self.config.training.steps and any(self.balance.asked)
+
     def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> Any:
-        """Run one microbatch forward and backward."""
+        """Run one microbatch forward and backward.
+
+        Returns its loss, with 0 for one that is not finite: torchtitan would end the run where it
+        reports such a loss, after the weights changed.
+        """
         for _, moe in moe_layers(self.model_parts):
             moe.step_context.num_valid_tokens = global_valid_tokens
         self._observer.before_microbatch()
         loss = super().forward_backward_step(global_valid_tokens=global_valid_tokens, **batch)
         self._observer.after_microbatch()
+        # Without a mesh nothing is reduced, but a DTensor becomes this rank's plain tensor.
+        loss = dist_sum_tensor(loss.detach())
         self.rows.add_loss(loss, global_valid_tokens)
-        return loss
+        self.finite.add_loss(loss)
+        self._num_microbatches += 1
+        if self._num_microbatches == self.gradient_accumulation_steps:
+            self.finite.add_gradients()
+        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -160,12 +198,14 @@ class RelayTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the trainer itself; the same on every rank."""
-        return {"step": self.step, "ntokens_seen": self.rows.saved_tokens()}
+        tokens = self.rows.saved_tokens() + self.finite.skipped.saved()
+        return {"step": self.step, "ntokens_seen": tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a `state_dict`, whatever the number of ranks that wrote it."""
         self.step = state_dict["step"]
         self.rows.load_tokens(state_dict["ntokens_seen"], self.step)
+        self.finite.skipped.load(state_dict["ntokens_seen"])
 
     def close(self) -> None:
         """Close files and end threads."""
