@@ -30,7 +30,7 @@ class EarlyEnd:
         clock: seconds; one that never jumps.
 
     Attributes:
-        is_training: whether signals are noted; before that, they end the process at once.
+        is_training: whether signals are noted; before and after, they end the process at once.
         is_over: whether they mean nothing any more, because nothing is left to save.
     """
 
@@ -88,7 +88,7 @@ class EarlyEnd:
         first = min(self._noted_at.values(), default=now)
         self._noted_at.setdefault(number, now)
         if not self.is_training or now - first > _ONE_WISH_SECONDS:
-            when = "again" if self.is_training else "before the first step"
+            when = "again" if self.is_training else "outside of training"
             os.write(2, f"{signal.Signals(number).name} {when}: ended at once\n".encode())
             os._exit(128 + number)
 
