@@ -203,7 +203,7 @@ def test_a_forked_child_ends_by_its_own_signals_which_this_process_does_not_see(
         assert not noted(early_end, True, False, False)
 
 
-def stuck(phase: str) -> None:
+def stuck(phase: str, ready: Any) -> None:
     """A process in native code that no signal interrupts, as of a collective."""
     early_end = EarlyEnd()
     early_end.is_training = phase != "starting"
@@ -212,6 +212,7 @@ def stuck(phase: str) -> None:
         native, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         native.sem_init(semaphore, 0, 0)
         threading.Timer(6.0, os._exit, [9]).start()
+        ready.set()
         native.sem_wait(semaphore)
 
 
@@ -230,14 +231,16 @@ def exit_codes() -> dict[str, int | None]:
 
     def run(name: str) -> None:
         phase, at_seconds, _ = CASES[name]
-        process = forkserver().Process(target=stuck, args=(phase,), daemon=True)
+        ready = forkserver().Event()
+        process = forkserver().Process(target=stuck, args=(phase, ready), daemon=True)
         process.start()
+        ready.wait(120)
         began = time.monotonic()
         for at in at_seconds:
             time.sleep(max(0.0, began + at - time.monotonic()))
             assert process.pid is not None
             os.kill(process.pid, signal.SIGTERM)
-        process.join(20)
+        process.join(60)
         codes[name] = process.exitcode
 
     threads = [threading.Thread(target=run, args=(name,)) for name in CASES]
