@@ -20,6 +20,7 @@ from titan_relay.cli import main
 from titan_relay.config import RunConfig
 from titan_relay.titan.hf.dcp import PartsReader
 from titan_relay.titan.hf.errors import HfError
+from titan_relay.titan.hf.export import exported_config
 from titan_relay.titan.hf.from_hf import from_hf, open_checked
 from titan_relay.titan.hf.safetensors_file import DTYPES, FileLayout, read_places, read_tensor
 from titan_relay.titan.hf.to_hf import ExportOptions, to_hf
@@ -240,6 +241,17 @@ def test_another_dtype_and_other_file_sizes(source: tuple[Path, RunConfig], tmp_
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert not (tmp_path / "out" / "tokenizer_config.json").exists()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])  # as files say it now, and said it
+def test_a_copied_configuration_names_the_dtype_that_is_written(
+    key: str, source: tuple[Path, RunConfig]
+) -> None:
+    folder, run = source
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("dtype") == "bfloat16"
+    (folder / "config.json").write_text(json.dumps({**config, key: "bfloat16"}))
+    assert exported_config(run.model, folder, torch.float32) == {**config, key: "float32"}
 
 
 def test_a_checkpoint_of_another_model_is_refused(

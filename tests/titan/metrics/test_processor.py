@@ -167,6 +167,25 @@ def test_tokens_of_all_ranks_and_validation_apart(tmp_path: Path, lines: list[st
     assert "validation at step: 1/10  loss: 2.50000  took: 50s" in lines
 
 
+def test_every_report_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
+    now = [0.0]
+    processor = build(tmp_path, clock=lambda: now[0], log_freq=3)
+    for step in range(1, 7):
+        processor.should_log(step)
+        now[0] += 4
+        processor.ntokens_since_last_log += 60 * step
+        processor.data_loading_times.append(0.5 * step)
+        if step in (1, 3, 6):
+            processor.log(step, 1.0, 1.0, 1.0)
+    processor.close()
+    curves = scalars(tmp_path)
+    assert curves["time/step(s)"] == [(1, 4.0), (3, 4.0), (6, 4.0)]
+    assert curves["time/data_loading(s)"] == [(1, 0.5), (3, 1.25), (6, 2.5)]
+    # Steps 1; 2 and 3; 4 to 6, of which two of the four ranks counted the same tokens.
+    rates = [2 * 60 / 4, 2 * 60 * 5 / 8, 2 * 60 * 15 / 12]
+    assert [rate for _, rate in curves["throughput/tokens_per_second"]] == rates
+
+
 def test_building_a_run_is_no_part_of_its_first_step(tmp_path: Path) -> None:
     now = [0.0]
     processor = build(tmp_path, clock=lambda: now[0])
