@@ -88,3 +88,15 @@ def test_one_rank_sends_nothing():
     for traffic in (forward_traffic, backward_traffic):
         decision = traffic(shape, RelayOptions())
         assert (decision.experts_bytes, decision.tokens_bytes) == (0, 0)
+
+
+def test_equal_bytes_are_for_experts_whatever_the_number_of_ranks():
+    """Then the work of a rank does not depend on the routing."""
+    for num_ranks in (2, 3, 8):
+        # Experts: 5 of 3 * 8 * 1 * 4 bytes. Tokens: 6 of 2 * 8 * 4 for x and out, 2 * (4 + 4) more.
+        equal = LayerShape(num_ranks, 6, 8, 1, 5 * num_ranks, 2, torch.float32)
+        traffic = forward_traffic(equal, RelayOptions())
+        assert traffic.experts_bytes == traffic.tokens_bytes == 480 * (num_ranks - 1)
+        assert traffic.circulate == "experts"
+        fewer = LayerShape(num_ranks, 5, 8, 1, 5 * num_ranks, 2, torch.float32)
+        assert forward_traffic(fewer, RelayOptions()).circulate == "tokens"
