@@ -230,6 +230,8 @@ def test_another_dtype_and_other_file_sizes(source: tuple[Path, RunConfig], tmp_
     options = ExportOptions(dtype=torch.bfloat16, tokenizer=tokenizer, shard_bytes=60_000)
     to_hf(tmp_path / "checkpoint", run.model, tmp_path / "out", options)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
+    names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+    assert [each.name for each in files] == names
     assert len(files) > 2
     assert all(each.stat().st_size < 60_000 + 4096 for each in files)  # and a header
     ours, theirs = ({}, {})
@@ -241,6 +243,23 @@ def test_another_dtype_and_other_file_sizes(source: tuple[Path, RunConfig], tmp_
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert not (tmp_path / "out" / "tokenizer_config.json").exists()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_bias_on_the_choice_of_experts_keeps_its_dtype(tmp_path: Path) -> None:
+    """Balancing moves it by less than bfloat16 can tell apart."""
+    case = next(case for case in CASES if case.family == "mla_moe")
+    write_folder(tmp_path / "hf", case)
+    run, narrow = run_of(tmp_path / "hf"), torch.bfloat16
+    from_hf(tmp_path / "hf", run.model, tmp_path / "checkpoint", dtype=narrow)
+    to_hf(tmp_path / "checkpoint", run.model, tmp_path / "out", ExportOptions(dtype=narrow))
+    ours, theirs = ({}, {})
+    for target, where in ((ours, tmp_path / "out"), (theirs, tmp_path / "hf")):
+        for each in where.glob("*.safetensors"):
+            target |= load_file(each)
+    biases = {name for name in theirs if name.endswith("e_score_correction_bias")}
+    assert biases
+    for name, value in theirs.items():
+        assert ours[name].equal(value if name in biases else value.to(narrow)), name
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])  # as files say it now, and said it
