@@ -120,6 +120,18 @@ DEGREES = [
 ]
 
 _TP = ("--parallelism.tensor_parallel_degree=2",)
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def _scheduled(schedule: str) -> tuple[str, ...]:
+    """Two stages of a layer on each of two ranks."""
+    return (
+        "--parallelism.pipeline_parallel_degree=2",
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+        "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+        "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+    )
+
 
 PAIRS = [
     *(
@@ -129,14 +141,39 @@ PAIRS = [
             f'"{schedule}" cannot validate; use false, or another schedule',
             argv=(
                 "--validator.enable",
-                "--parallelism.pipeline_parallel_degree=2",
-                f"--parallelism.pipeline_parallel_schedule={schedule}",
-                "--parallelism.pipeline_parallel_first_stage_less_layers=0",
-                "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+                *_scheduled(schedule),
             ),
             ranks=2,
         )
         for schedule in ("ZBVZeroBubble", "DualPipeV")
+    ),
+    *(
+        Wrong(
+            f"compiled {part} with {schedule}",
+            "command line: --compile.enable = true: nothing can be compiled with "
+            f'parallelism.pipeline_parallel_schedule = "{schedule}", which splits the backward; '
+            "use false, or another schedule",
+            argv=("--compile.enable", f"--compile.components={part}", *_scheduled(schedule)),
+            ranks=2,
+        )
+        for schedule in _SPLIT_BACKWARD
+        for part in ("model", "loss")
+    ),
+    *(
+        Wrong(
+            f"checkpointed activations with {schedule}",
+            'command line: --activation_checkpoint.mode = "full": nothing can be computed again '
+            f'with parallelism.pipeline_parallel_schedule = "{schedule}", which splits the '
+            "backward; "
+            'use "none", another schedule, or relay.dispatcher = "relay"',
+            argv=(
+                "--relay.dispatcher=alltoall",
+                "--activation_checkpoint.mode=full",
+                *_scheduled(schedule),
+            ),
+            ranks=2,
+        )
+        for schedule in _SPLIT_BACKWARD
     ),
     Wrong(
         "a model compiled over tensor-parallel ranks",

@@ -27,6 +27,9 @@ _STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}
 
 # A rank's two stages are the first and the last: torch 2.13 runs them with a backward only.
 _TRAINING_ONLY = ("ZBVZeroBubble", "DualPipeV")
+# These go backward twice through a stage, once for its input and once for its weights: torch's
+# checkpoints and compiled graphs go backward once.
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def check_parallelism(config: RunConfig, world_size: int, origins: Origins) -> None:
@@ -178,26 +181,45 @@ def _check_relay_tokens(config: RunConfig, degrees: Degrees) -> Iterator[Refusal
 
 def _check_pairs(config: RunConfig, degrees: Degrees) -> Iterator[Refusal]:
     """Features that each work, and not together; torch would hang or end in a traceback."""
-    schedule = config.parallelism.pipeline_parallel_schedule
-    if degrees.pp > 1 and schedule in _TRAINING_ONLY and config.validator.enable:
-        yield Refusal(
-            "validator.enable",
-            f'parallelism.pipeline_parallel_schedule = "{schedule}" cannot validate; use false, '
-            "or another schedule",
-        )
+    asked, tp = config.parallelism, degrees.tp
+    schedule = asked.pipeline_parallel_schedule if degrees.pp > 1 else ""
+    scheduled = f'parallelism.pipeline_parallel_schedule = "{schedule}"'
     compiles = config.compile.enable and "model" in config.compile.components
-    if degrees.tp > 1 and compiles:
-        yield Refusal(
+    recomputes = config.activation_checkpoint.mode != "none"
+    splits_experts = tp > 1 and degrees.ep > 1 and not asked.enable_sequence_parallel
+    for broken, key, fix in (
+        (
+            schedule in _TRAINING_ONLY and config.validator.enable,
+            "validator.enable",
+            f"{scheduled} cannot validate; use false, or another schedule",
+        ),
+        (
+            tp > 1 and compiles,
             "compile.components",
-            f"the model cannot be compiled with parallelism.tensor_parallel_degree = {degrees.tp}; "
+            f"the model cannot be compiled with parallelism.tensor_parallel_degree = {tp}; "
             'use ["loss"], or compile.enable = false',
-        )
-    if degrees.tp > 1 and degrees.ep > 1 and not config.parallelism.enable_sequence_parallel:
-        yield Refusal(
+        ),
+        (
+            schedule in _SPLIT_BACKWARD and config.compile.enable,
+            "compile.enable",
+            f"nothing can be compiled with {scheduled}, which splits the backward; use false, or "
+            "another schedule",
+        ),
+        (
+            schedule in _SPLIT_BACKWARD and recomputes,
+            "activation_checkpoint.mode",
+            f"nothing can be computed again with {scheduled}, which splits the backward; "
+            'use "none", another schedule, or relay.dispatcher = "relay"',
+        ),
+        (
+            splits_experts,
             "parallelism.enable_sequence_parallel",
             f"experts cannot be split (parallelism.expert_parallel_degree = {degrees.ep}) over "
-            f"whole sequences of parallelism.tensor_parallel_degree = {degrees.tp} ranks; use true",
-        )
+            f"whole sequences of parallelism.tensor_parallel_degree = {tp} ranks; use true",
+        ),
+    ):
+        if broken:
+            yield Refusal(key, fix)
 
 
 def _check_pipeline(config: RunConfig) -> Iterator[Refusal]:
