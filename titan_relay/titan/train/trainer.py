@@ -114,6 +114,7 @@ class RelayTrainer(Trainer):
         self.metrics_processor.add_curves(curves.relay_wait, over="max")
         self.curves = curves
         self._observer = StepObserver()
+        self._num_microbatches = 0  # of this step; a comparison runs one outside of any
 
     @contextmanager
     def observed(self, observer: StepObserver) -> Iterator[None]:
