@@ -153,6 +153,27 @@ def test_what_no_family_computes_is_refused(
         model_of(config | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": -3}, r"config.json: num_experts = -3: must be an integer of at least 1"),
+        ({"hidden_size": "64"}, 'config.json: hidden_size = "64": must be an integer'),
+        ({"rms_norm_eps": True}, "config.json: rms_norm_eps = true: must be a finite number"),
+        ({"num_hidden_layers": 2.5}, "config.json: num_hidden_layers = 2.5: must be"),
+        ({"head_dim": None, "hidden_size": "x"}, "config.json: "),
+        ({"norm_topk_prob": "yes", "rms_norm_eps": None}, "config.json: "),
+        ({"num_hidden_layers": [2], "norm_topk_prob": None}, "config.json: transformers does not"),
+    ],
+)
+def test_a_value_of_another_kind_is_one_line(
+    change: dict[str, Any], message: str, qwen3: tuple[ModelConfig, dict[str, Any]]
+) -> None:
+    _, config = qwen3
+    with pytest.raises(ConfigError, match=message) as refused:
+        model_of(config | change)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_window_that_would_matter_is_refused() -> None:
     mixtral = transformers_config(next(case for case in CASES if case.family == "mixtral"))
     longest = mixtral.max_position_embeddings

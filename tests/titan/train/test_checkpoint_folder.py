@@ -1,11 +1,13 @@
 """What counts as a checkpoint, which one is loaded, and which ones a new one replaces."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_relay.titan.hf.completion import write_mark
 from titan_relay.titan.train.checkpoint_folder import CheckpointFolder
 
 FOREIGN = (
@@ -123,6 +125,19 @@ def test_a_linked_checkpoint_can_be_loaded_and_is_not_deleted(tmp_path: Path) ->
     assert folder.stale(2, saved=3, loaded=-1) == []
 
 
+@pytest.mark.parametrize("linked", [True, False], ids=["link", "copy"])
+def test_another_step_s_checkpoint_under_a_number_is_none(linked: bool, tmp_path: Path) -> None:
+    write_mark(checkpoint(tmp_path, 3), 3, {})
+    path = tmp_path / "step-9"
+    path.symlink_to(tmp_path / "step-3") if linked else shutil.copytree(tmp_path / "step-3", path)
+    folder = CheckpointFolder(tmp_path)
+    assert list(folder.complete()) == [3]
+    assert folder.step_to_load(-1, "") == 3
+    assert folder.begin_line(3, -1, "") == []
+    assert folder.stale(1, saved=9, loaded=-1) == []
+    assert names(tmp_path) == {"step-3", "step-9"}
+
+
 def test_going_back_puts_later_ones_aside_and_is_done_once(tmp_path: Path) -> None:
     for step in (8, 10, 12):
         checkpoint(tmp_path, step)
@@ -134,9 +149,8 @@ def test_going_back_puts_later_ones_aside_and_is_done_once(tmp_path: Path) -> No
     assert [path.name for path in aside] == [
         "step-10.after-going-back-to-8-2",
         "step-12.after-going-back-to-8",
-        "step-100.after-going-back-to-8",
     ]
-    assert list(folder.steps()) == [8]
+    assert list(folder.steps()) == [8, 100]  # what is no checkpoint is left alone
     checkpoint(tmp_path, 9)
     checkpoint(tmp_path, 10)
     assert folder.step_to_load(8, "lr = 1") == 10  # the same command again

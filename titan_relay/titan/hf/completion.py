@@ -82,6 +82,17 @@ def read_mark(checkpoint: Path) -> dict[str, FileMark] | None:
     Raises:
         HfError: what stands there is no mark.
     """
+    mark = _step_and_files(checkpoint)
+    return None if mark is None else mark[1]
+
+
+def marked_step(checkpoint: Path) -> int | None:
+    """The step that the checkpoint was made at; None where there is no mark. Raises as above."""
+    mark = _step_and_files(checkpoint)
+    return None if mark is None else mark[0]
+
+
+def _step_and_files(checkpoint: Path) -> tuple[int, dict[str, FileMark]] | None:
     try:
         content = json.loads((checkpoint / MARK).read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
@@ -90,6 +101,7 @@ def read_mark(checkpoint: Path) -> dict[str, FileMark] | None:
                 f"version; this one reads format {_FORMAT}"
             )
         files = {str(name): FileMark(**each) for name, each in content["files"].items()}
+        return int(content["step"]), files
     except FileNotFoundError:
         return None
     except HfError:
@@ -97,7 +109,6 @@ def read_mark(checkpoint: Path) -> dict[str, FileMark] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         kind = type(error).__name__
         raise HfError(f"{checkpoint} is damaged: {MARK} cannot be read ({kind})") from error
-    return files
 
 
 def check_sizes(checkpoint: Path) -> None:

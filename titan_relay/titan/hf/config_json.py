@@ -7,8 +7,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from titan_relay.config.errors import toml_value
+from titan_relay.config.errors import Place, toml_value
 from titan_relay.config.fields import REQUIRED as NO_DEFAULT
+from titan_relay.config.reader import read_value
 from titan_relay.config.schema import ModelConfig, keys
 from titan_relay.config.toml import dump_tables
 from titan_relay.titan.hf.errors import HfError
@@ -83,7 +84,7 @@ def _refuse_window(config: Mapping[str, Any], family: str, architecture: Archite
     if "use_sliding_window" in architecture.only:
         return  # the class reads the window only if that is true, which is refused
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings", 0)
-    if window is not None and window < longest:
+    if isinstance(window, int) and isinstance(longest, int) and window < longest:
         raise HfError(
             f"config.json: sliding_window = {window} is shorter than max_position_embeddings = "
             f"{longest}: family {family} has no such window"
@@ -91,13 +92,19 @@ def _refuse_window(config: Mapping[str, Any], family: str, architecture: Archite
 
 
 def _read(key: HfKey, config: Mapping[str, Any]) -> Any:
-    for name in key.names:
-        if (value := config.get(name)) is not None:
-            try:
-                return value if key.read is None else key.read(value, config)
-            except ValueError as error:
-                raise HfError(f"config.json: {name}: {error}") from error
-    return key.default(config) if callable(key.default) else key.default
+    """The value of a key of `[model]`; a number of the kind and within the limits of that key."""
+    name = next((each for each in key.names if config.get(each) is not None), None)
+    try:
+        if name is None:
+            value = key.default(config) if callable(key.default) else key.default
+        else:
+            value = config[name] if key.read is None else key.read(config[name], config)
+    except (TypeError, ValueError) as error:
+        raise HfError(f"config.json: {name or key.names[0]}: {error}") from error
+    ours = keys()[f"model.{key.toml}"]
+    if name is None or ours.type not in (bool, int, float):
+        return value
+    return read_value(ours, value, Place("config.json", name))
 
 
 def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
@@ -116,7 +123,11 @@ def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, 
             f"config.json has no {', '.join(lacking)}; only transformers knows the defaults: "
             "pip install transformers"
         ) from error
-    full = CONFIG_MAPPING[architecture.model_type].from_dict(dict(config)).to_dict()
+    try:
+        full = CONFIG_MAPPING[architecture.model_type].from_dict(dict(config)).to_dict()
+    except Exception as error:  # each class has its own for a value that it does not take
+        reason = " ".join(str(error).split())
+        raise HfError(f"config.json: transformers does not take it: {reason}") from error
     return {**normalised(full), **config}
 
 

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_relay.titan.hf.completion import SAVING, check_sizes, sync_folder
+from titan_relay.titan.hf.completion import SAVING, check_sizes, marked_step, sync_folder
 from titan_relay.titan.hf.dcp import PartsReader
 from titan_relay.titan.hf.errors import HfError
 from titan_relay.titan.hf.safe_pickle import METADATA
@@ -69,8 +69,13 @@ class CheckpointFolder:
         return dict(sorted((int(name[1]), path) for name, path in named if name and path.is_dir()))
 
     def complete(self) -> dict[int, Path]:
-        """Those of which saving came to its end."""
-        return {step: path for step, path in self.steps().items() if is_complete(path)}
+        """Those of which saving came to its end, and that are of the step in their name: a copy or
+        a link under another number is none."""
+        return {
+            step: path
+            for step, path in self.steps().items()
+            if is_complete(path) and marked_step(path) in (None, step)
+        }
 
     @property
     def request(self) -> Path:
@@ -95,11 +100,8 @@ class CheckpointFolder:
     def begin_line(self, step: int, load_step: int, request: str) -> list[Path]:
         """What a run that starts at `step` does before its first checkpoint: rename what it leaves
         behind, and keep the request that it followed. Returns where the renamed ones are.
-
-        Nothing is renamed unless a complete checkpoint is later: a torn one alone is no line.
         """
-        goes_back = max(self.complete(), default=-1) > step
-        later = [path for each, path in self.steps().items() if goes_back and each > step]
+        later = [path for each, path in self.complete().items() if each > step]
         aside = [path.rename(_free(f"{path}.after-going-back-to-{step}")) for path in later]
         if load_step == -1:
             self.request.unlink(missing_ok=True)
