@@ -66,7 +66,7 @@ class CheckpointConfig:
     """disabled: training waits for the save. async: a thread saves. async_with_pinned_mem: copied
     to pinned memory, then another process saves."""
 
-    on_save_error: Literal["stop", "continue"] = option("stop")
+    on_save_error: Literal["stop", "continue"] = option("stop", titan="")
     """What to do when a checkpoint cannot be written (no room, no right): stop the run, or say so
     and go on. The last save stops always."""
 
